@@ -1,0 +1,133 @@
+"""What `log()` costs the training thread, beside a bare write(2) of the same bytes, in one run.
+
+    python bench/log_cost.py [--calls N] [--folder DIR]
+
+Each call is timed by itself; a bare `os.write` and a `log()` alternate, so both see the same caches, disk and
+neighbours. Times in microseconds; "x" is the ratio of medians. The tight loop has no pause; the 1 kHz loop sleeps
+between calls, which cools the caches of both. "sealing" rows log while a full 16 MiB journal is being sealed.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import spool
+from spool import format, seal
+
+KEYS = [f"actor/metric_{place:02d}" for place in range(50)]
+FLOATS = {key: 0.123456789 * place + 1 / 3 for place, key in enumerate(KEYS)}
+
+
+def percentile(times_ns: list[int], share: float) -> float:
+    return sorted(times_ns)[min(len(times_ns) - 1, int(len(times_ns) * share))] / 1000
+
+
+def alternate(bare: Callable[[], object], log: Callable[[int], object], calls: int, pause_s: float = 0.0) -> tuple[list[int], list[int]]:
+    bare_ns, log_ns = [], []
+    clock = time.perf_counter_ns
+    for step in range(calls):
+        if pause_s:
+            time.sleep(pause_s)
+        first = clock()
+        bare()
+        second = clock()
+        if pause_s:
+            time.sleep(pause_s)
+        third = clock()
+        log(step)
+        fourth = clock()
+        bare_ns.append(second - first)
+        log_ns.append(fourth - third)
+    return bare_ns, log_ns
+
+
+def show(name: str, bare_ns: list[int], log_ns: list[int]) -> None:
+    bare, log = percentile(bare_ns, 0.5), percentile(log_ns, 0.5)
+    print(
+        f"| {name:<34} | {bare:6.1f} | {percentile(bare_ns, 0.99):6.1f} | {log:6.1f} | {percentile(log_ns, 0.99):6.1f} | {log / bare:4.1f} |",
+        flush=True,
+    )
+
+
+def values() -> list[tuple[str, dict[str, Any]]]:
+    kinds: list[tuple[str, dict[str, Any]]] = [("float", FLOATS)]
+    try:
+        import numpy
+    except ImportError:
+        return kinds
+    kinds.append(("np.float64", {key: numpy.float64(value) for key, value in FLOATS.items()}))
+    kinds.append(("np.float32", {key: numpy.float32(value) for key, value in FLOATS.items()}))
+    try:
+        import torch
+    except ImportError:
+        return kinds
+    kinds.append(("torch scalars", {key: torch.tensor(value) for key, value in FLOATS.items()}))
+    return kinds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=20_000)
+    parser.add_argument("--folder", type=Path, default=None)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        measure(Path(folder), arguments.calls)
+
+
+def measure(folder: Path, calls: int) -> None:
+    run = spool.init(project="bench", experiment="log_cost", dir=folder / "spool")
+    line = format.record_line(1_000, time.time_ns(), 1_000, None, format.fast_metrics(FLOATS) or b"")
+    descriptor = os.open(folder / "bare", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    print(f"\n50 metrics a call, {len(line)} bytes; {calls} calls a row; Python {sys.version.split()[0]}; times in µs\n")
+    print(f"| {'':<34} | bare   | p99    | log()  | p99    |  x   |")
+    print(f"|{'-' * 36}|-------:|-------:|-------:|-------:|-----:|")
+
+    def bare() -> None:
+        os.write(descriptor, line)
+
+    alternate(bare, lambda step: run.log(FLOATS, step=step), calls // 10)  # warm up
+    for name, data in values():
+        show(f"tight, {name}", *alternate(bare, lambda step, data=data: run.log(data, step=step), calls))
+    journal = full_journal(folder / "other")
+    bare_ns, log_ns, seals = [], [], 0
+    while len(log_ns) < calls:
+        child = seal.start(journal)
+        while child.poll() is None:
+            more_bare, more_log = alternate(bare, lambda step: run.log(FLOATS, step=step), 100)
+            bare_ns += more_bare
+            log_ns += more_log
+        if child.returncode != 0:
+            sys.exit("the sealing child failed")
+        seals += 1
+        unseal(journal)
+    show(f"tight, float, sealing ({seals} seals)", bare_ns, log_ns)
+    show("1 kHz, float", *alternate(bare, lambda step: run.log(FLOATS, step=step), min(calls, 4000), pause_s=0.001))
+    run.finish()
+
+
+def full_journal(folder: Path) -> Path:
+    """A journal of 16 MiB of another run, to seal again and again beside the loop."""
+    writer = spool.init(project="bench", experiment="full", dir=folder, run_id="full", role="lead")
+    step = 0
+    path = writer._writer.path  # type: ignore[union-attr]
+    while path.stat().st_size < 15.9 * (1 << 20):
+        writer.log(FLOATS, step=step)
+        step += 1
+    writer.finish()
+    unseal(path)
+    return path
+
+
+def unseal(journal: Path) -> None:
+    from spool import files
+
+    files.remove(journal.parent / format.segment_name(int(journal.stem)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""`spool`: look at what was recorded, verify it, seal what a killed process left. Reading commands write nothing."""
+
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spool import __version__, format, layout, liveness, seal
+from spool.errors import SealError, SpoolError
+from spool.reader import RunReader, Spool, WriterReader
+
+
+class _Command(click.Group):
+    """Says what the user did wrong in one sentence, exit 1, no traceback."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except SpoolError as error:
+            raise click.ClickException(str(error)) from error
+
+
+spool_argument = click.argument(
+    "spool", envvar="SPOOL_DIR", default="spool-data", type=click.Path(path_type=Path), metavar="[SPOOL]"
+)
+run_option = click.option("--run", "names", multiple=True, metavar="RUN", help="Only these runs: id, prefix, glob or project/experiment.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
+
+
+@click.group(cls=_Command)
+@click.version_option(__version__, prog_name="spool")
+def main() -> None:
+    """Look at a spool: what was recorded, and whether it is intact.
+
+    SPOOL is a folder of runs: SPOOL_DIR, or ./spool-data, when it is not given.
+    """
+
+
+def _chosen(spool: Path, names: tuple[str, ...]) -> list[RunReader]:
+    opened = Spool(spool)
+    if not names:
+        return opened.runs()
+    found = {run.id: run for name in names for run in opened.select(name)}
+    return [found[run_id] for run_id in sorted(found)]
+
+
+@main.command()
+@spool_argument
+@run_option
+@json_option
+def ls(spool: Path, names: tuple[str, ...], as_json: bool) -> None:
+    """List runs: id, project/experiment, begin, attempts, writers, status."""
+    rows = [_summary(run) for run in _chosen(spool, names)]
+    if as_json:
+        click.echo(format.dump_json(rows).decode(), nl=False)
+        return
+    for row in rows:
+        begin = datetime.fromtimestamp(row["created_ns"] / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%SZ")
+        counts = f"{row['attempts']} attempts, {row['writers']} writers, {row['records']} records"
+        click.echo(f"{row['run']}  {row['project']}/{row['experiment']}  {begin}  {counts}  {row['status']}")
+
+
+def _summary(run: RunReader) -> dict[str, Any]:
+    writers = layout.writers(run.path)
+    return {
+        "run": run.id,
+        "project": run.project,
+        "experiment": run.experiment,
+        "created_ns": run.created_ns,
+        "attempts": len(run.attempts()),
+        "writers": len(writers),
+        "records": sum(map(layout.last_seq, writers)),
+        "status": run.status().state,
+    }
+
+
+@main.command()
+@spool_argument
+@run_option
+@json_option
+def verify(spool: Path, names: tuple[str, ...], as_json: bool) -> None:
+    """Check every byte: checksums, sequence, hashes. Exit 3 when anything is damaged or missing."""
+    results = []
+    damaged = 0
+    for run in _chosen(spool, names):
+        writers = run.writers()
+        damage = [str(one) for writer in writers for one in writer.damage()]
+        damaged += len(damage)
+        records = sum(writer.last_seq for writer in writers)
+        results.append({"run": run.id, "writers": len(writers), "records": records, "damage": damage})
+        if not as_json:
+            click.echo(f"{run.id}: {len(writers)} writers, {records} records, " + (f"{len(damage)} damaged" if damage else "intact"))
+            for line in damage:
+                click.echo(f"  {line}")
+    if as_json:
+        click.echo(format.dump_json(results).decode(), nl=False)
+    sys.exit(3 if damaged else 0)
+
+
+@main.command(name="seal")
+@spool_argument
+@run_option
+def seal_command(spool: Path, names: tuple[str, ...]) -> None:
+    """Seal journals into Parquet for writers that have finished or are provably dead.
+
+    Proof of death needs this machine and this boot: a silent writer may only be stopped. Others are left alone.
+    """
+    sealed = failed = 0
+    for run in _chosen(spool, names):
+        for writer in run.writers():
+            why = _open_reason(writer)
+            if why:
+                click.echo(f"{writer.path}: left alone, {why}", err=True)
+                continue
+            for source in layout.sources(writer.path):
+                if source.journal is None or source.segment is not None:
+                    continue
+                try:
+                    seal.seal(source.journal)
+                    sealed += 1
+                except (OSError, SealError) as error:
+                    failed += 1
+                    click.echo(str(error), err=True)
+    click.echo(f"sealed {sealed} journals" + (f", {failed} could not be" if failed else ""))
+    sys.exit(1 if failed else 0)
+
+
+def _open_reason(writer: WriterReader) -> str | None:
+    """Why a writer's journals must not be sealed by another process; None when they may."""
+    if writer.finished:
+        return None
+    alive = liveness.is_alive(writer.header)
+    if alive is None:
+        return "no finish record, and its death cannot be proven from this machine"
+    return "its process is running" if alive else None
+
+
+@main.command()
+@spool_argument
+@click.option("--run", "name", required=True, metavar="RUN", help="The run: id, unique prefix, glob or project/experiment.")
+@json_option
+def show(spool: Path, name: str, as_json: bool) -> None:
+    """Show one run: where it came from, its attempts, and the last value of each metric."""
+    run = Spool(spool).run(name)
+    last: dict[str, Any] = {}
+    for row in run.metrics().select(["key", "step", "value", "exact", "kind"]).to_pylist():
+        last[row["key"]] = {"step": row["step"], "value": row["exact"] if row["exact"] is not None else row["value"]}
+    attempts = [{"attempt": one.id, "continues": one.continues, "resumed_from_step": one.resumed_from_step} for one in run.attempts()]
+    found = {**_summary(run), "path": str(run.path), "attempt_list": attempts, "metrics": dict(sorted(last.items()))}
+    if as_json:
+        click.echo(format.dump_json(found).decode(), nl=False)
+        return
+    for key in ("run", "path", "project", "experiment", "status", "attempts", "writers", "records"):
+        click.echo(f"{key:<12}{found[key]}")
+    for one in attempts:
+        continued = f" continues {one['continues']} from step {one['resumed_from_step']}" if one["continues"] else ""
+        click.echo(f"{'attempt':<12}{one['attempt']}{continued}")
+    for key, value in found["metrics"].items():
+        click.echo(f"{key:<40} step {value['step']}: {value['value']}")
+
+
+if __name__ == "__main__":
+    main()

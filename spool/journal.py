@@ -1,0 +1,196 @@
+"""The journal: create one, and find every intact record in one, whatever happened to the rest.
+
+`scan` never raises for damage. A torn tail (an incomplete last line) is not damage: the writer was killed in the middle
+of a write, or is still writing. Everything else that does not prove itself is reported with its place, and reading goes
+on at the next newline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spool import files, format
+
+_BLOCK_SIZE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A range of recorded data that does not prove itself. `first_seq`/`last_seq` are null where nobody can know."""
+
+    path: str
+    offset: int
+    length: int
+    reason: str
+    first_seq: int | None = None
+    last_seq: int | None = None
+
+    def __str__(self) -> str:
+        if self.first_seq is None:
+            seqs = "no record is known to be missing"
+        elif self.first_seq == self.last_seq:
+            seqs = f"seq {self.first_seq}"
+        else:
+            seqs = f"seq {self.first_seq} to {'unknown' if self.last_seq is None else self.last_seq}"
+        return f"{self.path}: {self.reason} at byte {self.offset}, {self.length} bytes ({seqs})"
+
+
+def create(folder: Path, number: int, header: dict[str, Any]) -> tuple[int, int]:
+    """Create journal `number` with its header line; returns (descriptor, size in bytes).
+
+    The name is durable when this returns; header and records are from the next `files.sync_data` on.
+    """
+    descriptor = files.create_append(folder / format.journal_name(number))
+    line = format.header_line(header)
+    if files.write(descriptor, line) != len(line):
+        files.close(descriptor)
+        raise OSError(f"{folder / format.journal_name(number)}: short write of the journal's header; is the disk full?")
+    return descriptor, len(line)
+
+
+@dataclass
+class Scan:
+    """Where the intact records of a journal are, in seq order, each once."""
+
+    path: Path
+    header: dict[str, Any] | None = None
+    seqs: array[int] = field(default_factory=lambda: array("q"))
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    damage: list[Damage] = field(default_factory=list)
+    valid_length: int = 0
+    """Bytes up to and including the last complete line."""
+    size: int = 0
+    sha256: str = ""
+    """Of the first `valid_length` bytes."""
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether bytes follow the last complete line."""
+        return self.size > self.valid_length
+
+    @property
+    def last_seq(self) -> int:
+        return self.seqs[-1] if self.seqs else (self.header or {}).get("first_seq", 1) - 1
+
+    def records(self, after_seq: int = 0) -> Iterator[dict[str, Any]]:
+        """The records with seq > after_seq, decoded, in seq order."""
+        with self.path.open("rb") as file:
+            for seq, offset, length in zip(self.seqs, self.offsets, self.lengths, strict=True):
+                if seq > after_seq:
+                    file.seek(offset)
+                    yield format.decode(file.read(length))
+
+
+def scan(path: Path, start: int = 0) -> Scan:
+    """Check every line from byte `start` (a line's beginning) on. Reads at the speed of the checksum, memory stays flat."""
+    result = Scan(path)
+    digest = hashlib.sha256()
+    bad: list[tuple[int, int, str]] = []
+    for offset, line in _lines(path, start, result):
+        digest.update(line)
+        result.valid_length = offset + len(line)
+        _take(result, bad, offset, line[:-1])
+    result.valid_length = max(result.valid_length, start)
+    result.sha256 = digest.hexdigest()
+    _order(result, bad)
+    _name_gaps(result, bad, started=start > 0)
+    return result
+
+
+def _lines(path: Path, start: int, result: Scan) -> Iterator[tuple[int, bytes]]:
+    """(offset, line with its newline) of every complete line."""
+    with path.open("rb") as file:
+        file.seek(start)
+        offset, pieces = start, []
+        while block := file.read(_BLOCK_SIZE_BYTES):
+            lines = block.split(b"\n")
+            for line in lines[:-1]:
+                pieces.append(line)
+                whole = b"".join(pieces) + b"\n"
+                pieces = []
+                yield offset, whole
+                offset += len(whole)
+            pieces.append(lines[-1])
+        result.size = offset + sum(map(len, pieces))
+
+
+def _take(result: Scan, bad: list[tuple[int, int, str]], offset: int, line: bytes) -> None:
+    """File one complete line under records, header or damage."""
+    if format.is_intact(line):
+        _file_intact(result, bad, offset, line)
+        return
+    pieces = format.split_at_lost_newline(line)
+    if not any(format.is_intact(piece) for _, piece in pieces):
+        bad.append((offset, len(line) + 1, "checksum mismatch"))
+        return
+    for inner, piece in pieces:
+        if format.is_intact(piece):
+            _file_intact(result, bad, offset + inner, piece)
+        else:
+            bad.append((offset + inner, len(piece), "checksum mismatch"))
+        if offset + inner > offset:
+            bad.append((offset + inner - 1, 1, "damaged newline"))
+
+
+def _file_intact(result: Scan, bad: list[tuple[int, int, str]], offset: int, line: bytes) -> None:
+    seq = format.seq_of_line(line)
+    if seq is not None:
+        result.seqs.append(seq)
+        result.offsets.append(offset)
+        result.lengths.append(len(line))
+    elif result.header is None and offset == 0:
+        result.header = format.decode(line)
+        format.check_format(result.header.get("format"), str(result.path))
+    else:
+        bad.append((offset, len(line) + 1, "neither a record nor the first line"))
+
+
+def _order(result: Scan, bad: list[tuple[int, int, str]]) -> None:
+    """Put swapped lines in order and keep a repeated line once; both are damage, since a writer makes neither."""
+    seqs = result.seqs
+    if all(map(int.__lt__, seqs, seqs[1:])):
+        return
+    highest = 0
+    for seq, offset, length in zip(seqs, result.offsets, result.lengths, strict=True):
+        if seq <= highest:
+            bad.append((offset, length + 1, f"record {seq} out of order or repeated"))
+        highest = max(highest, seq)
+    first = {}
+    for seq, offset, length in zip(seqs, result.offsets, result.lengths, strict=True):
+        first.setdefault(seq, (offset, length))
+    result.seqs = array("q", sorted(first))
+    result.offsets = array("q", (first[seq][0] for seq in result.seqs))
+    result.lengths = array("q", (first[seq][1] for seq in result.seqs))
+
+
+def _name_gaps(result: Scan, bad: list[tuple[int, int, str]], started: bool) -> None:
+    """Turn bad ranges and missing seqs into Damage: a gap belongs to the bad range between its neighbours, if there is one."""
+    gaps = []  # (offset where the gap's first record should be, offset of the next intact record, first, last)
+    previous_seq, previous_end = (result.header or {}).get("first_seq", 1 if not started else None), 0
+    previous_seq = previous_seq - 1 if previous_seq is not None else (result.seqs[0] - 1 if result.seqs else 0)
+    for seq, offset, length in zip(result.seqs, result.offsets, result.lengths, strict=True):
+        if seq > previous_seq + 1:
+            gaps.append((previous_end, offset, previous_seq + 1, seq - 1))
+        previous_seq, previous_end = seq, offset + length
+    if not started and result.header is None and result.valid_length and not any(offset == 0 for offset, _, _ in bad):
+        bad.append((0, 0, "no header line"))
+    named = set()
+    for offset, length, reason in sorted(bad):
+        first = last = None
+        if not reason.startswith(("record", "damaged newline", "neither", "no header")):
+            for gap in gaps:
+                if gap[0] <= offset < gap[1] and gap not in named:
+                    named.add(gap)
+                    first, last = gap[2], gap[3]
+            if offset >= previous_end and (result.header is not None or offset > 0):
+                first = previous_seq + 1  # damage after the last intact record: what it held, only the next journal tells
+        result.damage.append(Damage(str(result.path), offset, length, reason, first, last))
+    for gap in gaps:
+        if gap not in named:
+            result.damage.append(Damage(str(result.path), gap[1], 0, "records missing", gap[2], gap[3]))

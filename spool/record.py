@@ -1,0 +1,264 @@
+"""What a record may hold: user values made plain. Pure; knows neither JSON bytes nor files.
+
+A user hands us numpy scalars, torch tensors, Decimals, nested dicts and objects we have never seen. Every function here
+returns plain values, keeps numbers exact, and never raises for data: what we cannot take becomes its `repr`, and the
+caller is told so that it can be counted.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from dataclasses import fields as dataclass_fields
+from decimal import Decimal
+from operator import index
+from typing import Any
+
+MAX_EXACT_INT = 2**53
+"""Integers beyond this are not exact as a double, and many JSON readers read doubles: they are written as digits."""
+
+MAX_KEYS = 1000
+"""Metrics in one record; larger calls are split, each part with its own seq."""
+
+MAX_REPR_CHARS = 10_000
+_MAX_DEPTH = 64
+_MIN_STEP, _MAX_STEP = -(2**63), 2**63 - 1
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+Number = float | int | bool | str | None
+"""A metric's value in the `metrics` map: a finite number, a bool, null, digits (a large int), or one of three words."""
+
+
+@dataclass
+class Part:
+    """The metrics of one record: three maps, so that a text "NaN" and the float NaN can never be confused."""
+
+    numbers: dict[str, Number] = field(default_factory=dict)
+    decimals: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.numbers) + len(self.decimals) + len(self.texts)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.numbers or key in self.decimals or key in self.texts
+
+
+@dataclass
+class Notes:
+    """What had to be changed to record a call: counted, said once, and kept in the record where it matters."""
+
+    replaced: int = 0
+    """Lone surrogates stored as U+FFFD (UTF-8, and so JSON and Parquet, cannot hold them)."""
+    untaken: list[str] = field(default_factory=list)
+    """Type names of values stored as their repr."""
+
+
+Redact = Callable[[str], str]
+"""Masks what must never reach the disk, in one text."""
+
+
+def keep(text: str) -> str:
+    """The `Redact` that masks nothing."""
+    return text
+
+
+def clean_text(text: str, notes: Notes) -> str:
+    if text.isascii():
+        return str.__str__(text)
+    cleaned, count = _SURROGATE.subn("�", text)
+    notes.replaced += count
+    return cleaned
+
+
+def step_number(step: object) -> tuple[int | None, bool]:
+    """(step, taken): an int64 from int, numpy int or integral float; None is a step-less call; anything else is not taken."""
+    if step is None:
+        return None, True
+    if isinstance(step, bool):
+        return None, False
+    if isinstance(step, float) or hasattr(step, "is_integer"):
+        value, known = _ask(lambda: int(step) if step.is_integer() else None)  # type: ignore[union-attr, call-overload]
+    else:
+        value, known = _ask(lambda: index(step))  # type: ignore[arg-type]
+    if known and type(value) is int and _MIN_STEP <= value <= _MAX_STEP:
+        return value, True
+    return None, False
+
+
+def metric_parts(data: object, notes: Notes, redact: Redact = keep) -> list[Part]:
+    """Flatten nested dicts with "/", make every value plain, and split so that no part has over MAX_KEYS or a key twice."""
+    items = list(data.items()) if isinstance(data, Mapping) else [("value", data)]
+    parts = [Part()]
+    for raw_key, value in _flatten("", items, 0):
+        key = clean_text(raw_key, notes)
+        part = parts[-1]
+        if len(part) >= MAX_KEYS or key in part:
+            part = Part()
+            parts.append(part)
+        _put(part, key, value, notes, redact)
+    return parts
+
+
+def _flatten(prefix: str, items: Iterable[tuple[object, object]], depth: int) -> Iterable[tuple[str, object]]:
+    for raw_key, value in items:
+        key = prefix + (raw_key if isinstance(raw_key, str) else _repr(raw_key, Notes(), str))
+        if type(value) is not float and isinstance(value, Mapping) and value and depth < _MAX_DEPTH:
+            yield from _flatten(key + "/", list(value.items()), depth + 1)
+        else:
+            yield key, value
+
+
+def _put(part: Part, key: str, value: object, notes: Notes, redact: Redact) -> None:
+    value, known = (value, True) if type(value) is float else scalar(value)
+    if not known:
+        part.texts[key] = clean_text(redact(_repr(value, notes)), notes)
+    elif isinstance(value, Decimal):
+        part.decimals[key] = str(value)
+    elif isinstance(value, str):
+        part.texts[key] = clean_text(redact(value), notes)
+    elif isinstance(value, float):
+        part.numbers[key] = value if value - value == 0.0 else _word(value)
+    elif value is None or isinstance(value, bool) or -MAX_EXACT_INT <= value <= MAX_EXACT_INT:
+        part.numbers[key] = value
+    else:
+        part.numbers[key] = _digits(value)
+
+
+def _digits(value: int) -> str:
+    try:
+        return str(value)
+    except ValueError:  # Python refuses to print over 4,300 digits unless told otherwise
+        return str(Decimal(value))
+
+
+def _word(value: float) -> str:
+    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+
+
+_ITEM_NAMES = {("torch", "Tensor")} | {
+    ("numpy", name) for name in ("float32", "float16", "int8", "int16", "uint8", "uint16", "uint32", "uint64", "ndarray")
+}
+ITEM_TYPES: set[type] = set()
+"""numpy's and torch's own types, admitted when first met: their `item()` is exact, and known not to run foreign code."""
+
+
+def scalar(value: object) -> tuple[Any, bool]:
+    """(plain value, True), or (value, False) when it is not one number, text or null.
+
+    A 0-d or one-element numpy array or torch tensor counts as its number; float32 and bf16 widen exactly. Reading a CUDA
+    tensor waits for the device, as in any tracker.
+    """
+    kind = type(value)
+    if kind in ITEM_TYPES:
+        try:
+            plain = value.item()  # type: ignore[attr-defined]
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):  # many elements, or a meta tensor without any
+            return value, False
+        if type(plain) in (float, int, bool):
+            return plain, True
+    elif (kind.__module__, kind.__name__) in _ITEM_NAMES:
+        ITEM_TYPES.add(kind)
+        return scalar(value)
+    if value is None or isinstance(value, bool):
+        return value, True
+    if isinstance(value, int):
+        return int(value), True
+    if isinstance(value, float):
+        return float(value), True
+    if isinstance(value, str):
+        return str.__str__(value), True
+    if isinstance(value, Decimal):
+        return (value, True) if value.is_finite() else (float(value) if not value.is_snan() else float("nan"), True)
+    item = getattr(type(value), "item", None)
+    if item is not None:
+        plain, known = _ask(lambda: item(value))
+        if known and isinstance(plain, (bool, int, float, str)):
+            return plain, True
+        if known and type(plain) is not type(value):
+            return value, False
+    if hasattr(type(value), "__float__"):
+        plain, known = _ask(lambda: float(value))  # type: ignore[arg-type]
+        if known:
+            return plain, True
+    return value, False
+
+
+def jsonable(value: object, notes: Notes, redact: Redact = keep, depth: int = 0, path: tuple[int, ...] = ()) -> Any:
+    """A tree of dict, list, str, number, bool and None that JSON holds exactly; NaN and large ints as in the metrics map.
+
+    Arrays and tensors become lists, dataclasses and pydantic models dicts; a cycle, too deep a tree, or an unknown
+    object becomes its repr.
+    """
+    plain, known = scalar(value)
+    if known and not _ask(lambda: value.ndim)[0]:  # type: ignore[attr-defined] # a one-element array is a list here
+        if isinstance(plain, str):
+            return clean_text(redact(plain), notes)
+        if isinstance(plain, Decimal):
+            return str(plain)
+        if isinstance(plain, float):
+            return plain if plain - plain == 0.0 else _word(plain)
+        if type(plain) is int and not -MAX_EXACT_INT <= plain <= MAX_EXACT_INT:
+            return _digits(plain)
+        return plain
+    if depth < _MAX_DEPTH and id(value) not in path:
+        children: object = value
+        if is_dataclass(value) and not isinstance(value, type):
+            children = {one.name: getattr(value, one.name, None) for one in dataclass_fields(value)}
+        for method in ("model_dump", "tolist"):
+            if hasattr(type(value), method):
+                children, known = _ask(getattr(value, method))
+                children = children if known else value
+        inner = (*path, id(value))
+        if isinstance(children, Mapping):
+            return {
+                clean_text(key if isinstance(key, str) else _repr(key, notes, str), notes): jsonable(
+                    child, notes, redact, depth + 1, inner
+                )
+                for key, child in list(children.items())
+            }
+        if isinstance(children, (list, tuple, set, frozenset)):
+            return [jsonable(child, notes, redact, depth + 1, inner) for child in list(children)]
+    return clean_text(redact(_repr(value, notes)), notes)
+
+
+def _repr(value: object, notes: Notes, show: Callable[[object], str] = repr) -> str:
+    notes.untaken.append(type(value).__qualname__)
+    text, known = _ask(lambda: show(value))
+    if not known or not isinstance(text, str):
+        return f"<{type(value).__qualname__} whose {show.__name__} fails>"
+    return text if len(text) <= MAX_REPR_CHARS else f"{text[:MAX_REPR_CHARS]}… ({len(text)} characters)"
+
+
+def _ask(question: Callable[[], object]) -> tuple[Any, bool]:
+    """(answer, True), or (None, False) when the user's object raises: its code may raise anything, and logging must not."""
+    try:
+        return question(), True
+    except Exception:  # noqa: BLE001 - foreign __float__, __repr__ or item(): the one place where anything may come
+        return None, False
+
+
+def generation_body(row: object, position: int, split: str, notes: Notes, redact: Redact = keep) -> dict[str, Any]:
+    """One generation: known columns by name, everything else in `extra`; texts stay whole at any length."""
+    fields = dict(row) if isinstance(row, Mapping) else {"output": row}
+    body: dict[str, Any] = {"split": clean_text(split, notes), "index": position}
+    own_index, known = scalar(fields.get("index"))
+    if known and type(own_index) is int and _MIN_STEP <= own_index <= _MAX_STEP:
+        body["index"] = own_index
+        del fields["index"]
+    for column in ("input", "output", "label"):
+        if column in fields:
+            value = jsonable(fields.pop(column), notes, redact)
+            if value is not None:
+                body[column] = value
+    score, known = scalar(fields.get("score"))
+    if known and isinstance(score, (bool, int, float, Decimal)):
+        body["score"] = jsonable(float(score), notes)
+        del fields["score"]
+    if fields:
+        body["extra"] = jsonable(fields, notes, redact)
+    return body
+
+
+def shown(value: object) -> str:
+    """A value's repr for a message, whatever its own code does."""
+    return clean_text(_repr(value, Notes()), Notes())

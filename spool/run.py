@@ -1,0 +1,348 @@
+"""The run as a user's process sees it: `init` and what can be logged.
+
+A call becomes records in the caller's thread and is in the kernel when it returns. Nothing here raises for data.
+"""
+
+import atexit
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from spool import files, format, histogram, layout
+from spool.errors import WriteError
+from spool.record import Notes, Redact, clean_text, generation_body, jsonable, keep, shown, step_number
+from spool.redact import Patterns
+from spool.span import Span
+from spool.writer import Writer, warn
+
+STATUSES = ("finished", "failed", "preempted", "killed")
+_STEPS = range(-(2**63), 2**63)
+_MAX_HASHED_BYTES = 1 << 30
+
+
+class Run:
+    """One writer's hold on a run. Threads share it; a forked child becomes a writer of its own at its first record.
+
+    Attributes: `id`, `path` (the run's folder), `project`, `experiment`, `attempt`, `is_lead`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        info: dict[str, Any],
+        attempt: dict[str, Any],
+        *,
+        is_lead: bool,
+        continues: dict[str, Any] | None,
+        durability: str,
+        redact: Redact | None,
+        strict: bool,
+    ) -> None:
+        """Create this process's writer in the run. Durable when this returns; raises OSError when it cannot be."""
+        self.id = path.name
+        self.path = path
+        self.project: str = info["project"]
+        self.experiment: str = info["experiment"]
+        self.attempt: str = attempt["id"]
+        self.is_lead = is_lead
+        self._attempt = attempt
+        self._durability = durability
+        self._redact = redact or keep
+        self._strict = strict
+        self._status: str | None = None
+        self._said: set[str] = set()
+        self._untaken: dict[str, int] = {}
+        self._bad_steps = 0
+        self._masked = 0
+        self._writer: Writer | None = self._open_writer(continues)
+        _open_runs.add(self)
+
+    def _open_writer(self, continues: dict[str, Any] | None = None) -> Writer:
+        header: dict[str, Any] = {"run": self.id, "attempt": self._attempt, "lead": self.is_lead}
+        if continues:
+            header["continues"] = continues
+        return Writer(self.path / _writer_id(), header, self._durability)
+
+    # --- what can be logged
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+        """Record metrics. In the kernel when this returns: a kill loses nothing; for a power cut see `durability`.
+
+        Values: Python, numpy and torch scalars, Decimal, bool, text; nested dicts are joined with "/"; anything else is
+        kept as its repr, said once and counted. A step that is no integer is kept as null and counted.
+        """
+        ts = time.time_ns()
+        writer = self._writer or self._rejoin()
+        body = format.fast_metrics(data)
+        if type(step) is not int or step not in _STEPS:
+            step = self._step(step)
+        error = writer.append(ts, step, [body] if body is not None else self._careful_metrics(data))
+        if error is not None and self._strict:
+            raise WriteError(f"{writer.path}: could not write ({error})") from error
+
+    def _careful_metrics(self, data: Any) -> list[bytes]:
+        notes = Notes()
+        bodies = format.metric_bodies(data, notes, self._redact)
+        self._say(notes)
+        return bodies
+
+    def log_generations(self, step: int | None = None, rows: Iterable[Any] = (), split: str = "train") -> None:
+        """Record generations, one record a row: input, output, label, score; every other key goes into `extra`."""
+        ts = time.time_ns()
+        bodies = []
+        for position, row in enumerate(rows):
+            notes = Notes()
+            body = generation_body(row, position, split, notes, self._redact)
+            bodies.append(format.generation_body(body, notes.replaced))
+            self._say(notes)
+        if bodies:
+            self._append(ts, step, bodies)
+
+    def span(
+        self,
+        name: str,
+        type: str = "CHAIN",
+        step: int | None = None,
+        *,
+        sample_index: int | None = None,
+        rollout_n: int | None = None,
+        validate: bool | None = None,
+        inputs: object = None,
+        attributes: dict[str, Any] | None = None,
+        parent: Span | None = None,
+    ) -> Span:
+        """An operation of an agent, to use with `with`; nested spans inherit step, sample_index, rollout_n and validate."""
+        indices = {"sample_index": sample_index, "rollout_n": rollout_n, "validate": validate}
+        given = {key: value for key, value in indices.items() if value is not None}
+        return Span(self._record_span, name, type, step, parent, inputs, attributes, given)
+
+    def _record_span(self, span: Span, body: dict[str, Any]) -> None:
+        ts = time.time_ns()
+        notes = Notes()
+        plain = {key: jsonable(value, notes, self._redact) for key, value in body.items()}
+        for key in ("name", "type", "message"):
+            if key in plain and not isinstance(plain[key], str):
+                plain[key] = str(plain[key])
+        for key in ("sample_index", "rollout_n"):
+            if key in plain:
+                plain[key] = step_number(body[key])[0]
+        if "validate" in plain:
+            plain["validate"] = bool(plain["validate"])
+        plain |= {key: body[key] for key in ("start", "end") if key in body}
+        self._say(notes)
+        self._append(ts, span.step, [format.span_body(plain, notes.replaced)])
+
+    def log_histogram(self, name: str, values: object, step: int | None = None) -> None:
+        """Record the distribution of an array or tensor in 64 bins, with count, sum, min, max and non-finite count."""
+        try:
+            summary = histogram.summarize(values)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            self._warn_once(f"histogram {name!r}: not an array of numbers ({error}); kept as text")
+            summary = {"text": shown(values)}
+        self._event("histogram", {"name": name, **summary}, step)
+
+    def tag(self, **tags: object) -> None:
+        """Label the run; a later value replaces an earlier one."""
+        self._event("tag", tags)
+
+    def save(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Copy a file, or every file below a folder, into the run. Durable when this returns; equal contents are kept once."""
+        source = Path(path)
+        root = source if source.is_dir() else source.parent
+        for file in sorted(one for one in source.rglob("*") if one.is_file()) if source.is_dir() else [source]:
+            shown_name = name if name and not source.is_dir() else str(Path(name or source.name) / file.relative_to(root))
+            try:
+                sha256, size = files.publish_content(file, self.path / "files")
+            except OSError as error:
+                self._refuse(f"{file}: not saved ({error})", error)
+                continue
+            self._event("file", {"name": shown_name if source.is_dir() or name else file.name, "size": size, "sha256": sha256})
+
+    def log_input(self, path: str | os.PathLike[str], role: str = "data") -> None:
+        """Record which data or model was used: path, size, rows (Parquet, JSONL), sha256 (up to 1 GiB). Nothing is copied."""
+        source = Path(path)
+        body: dict[str, Any] = {"path": str(source.absolute()), "role": role}
+        try:
+            inside = [one for one in source.rglob("*") if one.is_file()] if source.is_dir() else [source]
+            body["size"] = sum(one.stat().st_size for one in inside)
+            body["files"] = len(inside)
+            if not source.is_dir() and body["size"] <= _MAX_HASHED_BYTES:
+                body["sha256"] = files.sha256_file(source)
+                body["rows"] = _count_rows(source)
+        except OSError as error:
+            self._refuse(f"{source}: cannot describe this input ({error})", error)
+            body["error"] = str(error)
+        self._event("input", body)
+
+    def finish(self, status: str = "finished") -> None:
+        """Record the end, seal what is left, and print the counts and the command that replays the run. Idempotent.
+
+        `status`: finished, failed, preempted or killed. Only the lead writer's finish ends the run; any other process's
+        ends its own part. Records after it are refused with a warning.
+        """
+        if status not in STATUSES:
+            raise ValueError(f"status {status!r}: one of {', '.join(STATUSES)}")
+        writer = self._writer
+        if self._status is not None or writer is None:
+            return
+        self._status = status
+        body: dict[str, Any] = {"status": status, "lead": self.is_lead, "counts": self._counts()}
+        if self.is_lead:
+            body["roster"] = self._roster(writer)
+        self._event("finish", body)
+        writer.close()
+        _unexport(self)
+        if self.is_lead:
+            print(
+                f"spool: {status}, {writer.seq} records by this process in {self.path}\n"
+                f"spool: to replay: spool-sync {self.path.parent} --to mlflow --run {self.id}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _counts(self) -> dict[str, Any]:
+        self._masked = self._redact.masked if isinstance(self._redact, Patterns) else 0
+        counts = {"untaken": self._untaken, "bad_steps": self._bad_steps, "masked": self._masked}
+        return {key: value for key, value in counts.items() if value}
+
+    def _roster(self, own: Writer) -> dict[str, Any]:
+        """Every writer of the run and how far it had got: what a reader of a copy needs to know that it has all."""
+        roster = {path.name: {"seq": layout.last_seq(path)} for path in layout.writers(self.path) if path.name != own.id}
+        return {**roster, own.id: own.head()}
+
+    # --- how
+
+    def _event(self, kind: str, body: dict[str, Any], step: int | None = None) -> None:
+        ts = time.time_ns()
+        notes = Notes()
+        plain = jsonable(body, notes, self._redact)
+        self._say(notes)
+        self._append(ts, step, [format.event_body(kind, plain, notes.replaced)])
+
+    def _append(self, ts: int, step: object, bodies: list[bytes]) -> None:
+        writer = self._writer or self._rejoin()
+        error = writer.append(ts, self._step(step), bodies)
+        if error is not None and self._strict:
+            raise WriteError(f"{writer.path}: could not write ({error})") from error
+
+    def _rejoin(self) -> Writer:
+        """The first record of a forked child: it becomes a new writer of the same attempt, and cannot finish the run."""
+        self._writer = self._open_writer()
+        return self._writer
+
+    def _step(self, step: object) -> int | None:
+        number, taken = step_number(step)
+        if not taken:
+            self._bad_steps += 1
+            self._warn_once(f"step {shown(step)} is no 64-bit integer: the record is kept without a step")
+        return number
+
+    def _say(self, notes: Notes) -> None:
+        for name in notes.untaken:
+            self._untaken[name] = self._untaken.get(name, 0) + 1
+            self._warn_once(f"a value of type {name} is kept as its repr")
+        if notes.replaced:
+            self._warn_once("a text held lone surrogates, which UTF-8 cannot: stored as U+FFFD")
+
+    def _refuse(self, message: str, error: OSError) -> None:
+        if self._strict:
+            raise WriteError(message) from error
+        warn(message)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._said and len(self._said) < 100:
+            self._said.add(message)
+            warn(message)
+
+    def _after_fork(self) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+        self._writer = None
+        self.is_lead = False
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.finish("finished" if error is None else "failed")
+
+    def __repr__(self) -> str:
+        return f"<spool run {self.id} in {self.path.parent}>"
+
+
+def _count_rows(path: Path) -> int | None:
+    if path.suffix == ".parquet":
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+
+        with suppress(ArrowInvalid), ParquetFile(path) as file:
+            return int(file.metadata.num_rows)
+    if path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    return None
+
+
+def _writer_id() -> str:
+    """`<host>-<pid>-<8 hex>`: readable, and random enough for one host name in two containers."""
+    import socket
+
+    host = "".join(one if one.isascii() and one.isalnum() else "-" for one in socket.gethostname())[:40]
+    return f"{host.strip('-') or 'host'}-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+# --- the runs of this process
+
+_open_runs: "weakref.WeakSet[Run]" = weakref.WeakSet()
+_exported: dict[str, str] = {}
+"""Environment variables that this process set for its children."""
+_exported_by = 0
+
+
+def export(run: Run) -> None:
+    """Let child processes (Ray actors, ranks, forks) find the run with no other communication."""
+    global _exported_by
+    _exported_by = os.getpid()
+    _exported.update(SPOOL_DIR=str(run.path.parent), SPOOL_RUN_ID=run.id, SPOOL_ATTEMPT=run.attempt)
+    os.environ.update(_exported)
+
+
+def inherited(name: str) -> str | None:
+    """An environment variable as this process got it: None where it was this process that set it for its children."""
+    value = os.environ.get(name)
+    if _exported_by == os.getpid() and value is not None and _exported.get(name) == value:
+        return None
+    return value or None
+
+
+def _unexport(run: Run) -> None:
+    if _exported_by == os.getpid() and _exported.get("SPOOL_RUN_ID") == run.id:
+        for name, value in _exported.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
+        _exported.clear()
+
+
+def _finish_at_exit() -> None:
+    """Politeness, never safety: an interpreter that ends by itself says how."""
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    for run in list(_open_runs):
+        run.finish("failed" if failed is not None else "finished")
+
+
+def _after_fork() -> None:
+    for run in list(_open_runs):
+        run._after_fork()
+
+
+atexit.register(_finish_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

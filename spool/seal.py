@@ -1,0 +1,90 @@
+"""Sealing: journal → segment, and the removal of a journal that its segment has made redundant.
+
+A trainer seals in a child process that is exec'd, never forked, at nice 10: a thread in the trainer raises the p99 of
+`log()` from 30 µs to 1–2 ms, a fork of a 6 GB process holds it for 140 ms, and the child does neither (measured,
+`docs/decisions/0001-journal-and-parquet.md`). pyarrow is imported here and in the readers, never by logging.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from spool import files, format
+from spool.errors import SealError
+from spool.journal import scan
+
+NICE = 10
+
+_CHILD = "import sys; sys.path[:] = sys.argv[1].split(chr(0x1F)); from spool.seal import main; main()"
+
+
+def seal(journal: Path) -> None:
+    """Seal one journal that nobody writes any more. Durable when this returns; the journal stays.
+
+    Idempotent: a segment that is there already is left alone. Raises SealError when the journal's header cannot be read
+    and no other journal of the writer tells whose it is.
+    """
+    from spool import segment, table
+
+    target = journal.parent / format.segment_name(int(journal.stem))
+    if target.is_dir():
+        return
+    for leftover in files.unfinished(target):
+        files.remove(leftover)
+    scanned = scan(journal)
+    attempt = (scanned.header or {}).get("attempt", {}).get("id") or _attempt_of_siblings(journal)
+    identity = table.Identity(journal.parent.parent.name, journal.parent.name, attempt)
+    with suppress(FileExistsError):  # another process sealed it between our look and our rename
+        segment.write(scanned, identity)
+
+
+def _attempt_of_siblings(journal: Path) -> str:
+    for sibling in sorted(journal.parent.glob("*.jsonl")):
+        header = scan(sibling).header
+        if header is not None:
+            return str(header["attempt"]["id"])
+    raise SealError(f"{journal}: the header is damaged and no other journal of this writer has one; it stays a journal")
+
+
+def remove_sealed(journal: Path) -> bool:
+    """Remove a journal whose segment holds all of it; False where it does not or anything is damaged: then it stays for ever."""
+    from spool import segment
+
+    folder = journal.parent / format.segment_name(int(journal.stem))
+    if not journal.is_file() or not (folder / format.MANIFEST_FILE).is_file():
+        return False
+    found = segment.Segment(folder)
+    if journal.stat().st_size != found.journal_length or found.damage():
+        return False
+    if files.sha256_file(journal) != found.manifest["journal"]["sha256"]:
+        return False
+    files.remove(journal)
+    return True
+
+
+def start(journal: Path, redundant: Iterable[Path] = (), nice: int = NICE) -> "subprocess.Popen[bytes]":
+    """Seal `journal`, then remove the redundant ones, in a child process.
+
+    Exit code 0 means that the segment is durable; otherwise the child has said on stderr why not, and nothing is lost.
+    """
+    if not sys.executable:
+        raise SealError(f"{journal}: no Python interpreter to seal with; run `spool seal` later")
+    # -I: neither the user's cwd nor PYTHONPATH may shadow a module; the child gets exactly our own sys.path instead.
+    path = "\x1f".join(os.path.abspath(entry) for entry in sys.path)
+    arguments = [sys.executable, "-I", "-c", _CHILD, path, str(nice), str(journal), *map(str, redundant)]
+    return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def main() -> None:
+    """The child: `python -c … SYS_PATH NICE JOURNAL [REDUNDANT_JOURNAL …]`."""
+    os.nice(int(sys.argv[2]))
+    journal, *redundant = map(Path, sys.argv[3:])
+    try:
+        seal(journal)
+        for path in redundant:
+            remove_sealed(path)
+    except (OSError, SealError) as error:
+        sys.exit(f"spool: could not seal {journal}: {error}; the journal stays, nothing is lost")

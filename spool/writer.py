@@ -1,0 +1,349 @@
+"""The writer: one process of one attempt, the only writer of its folder.
+
+`append` is the hot path: seq, checksum and one write(2) under a lock. Everything slow (fdatasync, a new journal, sealing,
+the `alive` record of a silent writer) happens in one background thread.
+
+Invariants:
+- a seq is given at the write and committed only after a full write: what failed leaves no gap;
+- nobody appends after a torn tail: a failed write is truncated away, or a new journal is begun;
+- a call from inside a call (a `__del__` run by the garbage collector, a signal handler) is queued, never waits;
+- a failing disk never raises into training; the caller gets the error back and may.
+"""
+
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections import Counter, deque
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+from spool import files, format, journal, liveness, seal
+from spool.errors import SealError
+
+SEAL_BYTES = 16 << 20
+SEAL_AFTER_S = 600
+SEAL_AFTER_MIN_BYTES = 1 << 20
+KEEP_SEALED_S = 600
+ALIVE_AFTER_S = 60
+SYNC_EACH_S = 1.0
+WARN_EACH_S = 60
+
+DURABILITIES = ("interval", "record", "os")
+"""Against power loss: background fdatasync each second, before each return, or never. A kill loses nothing in any of them."""
+
+
+_FINISHED = "the run is finished"
+
+
+def warn(message: str) -> None:
+    print(f"spool: {message}", file=sys.stderr, flush=True)
+
+
+class Writer:
+    def __init__(
+        self, folder: Path, header: dict[str, Any], durability: str = "interval"
+    ) -> None:
+        """Create the writer's folder and first journal. Durable when this returns; raises OSError when it cannot be.
+
+        `header` holds run, attempt, lead and what the attempt continues; the writer adds the rest.
+        """
+        self.folder = folder
+        self.id = folder.name
+        self.seq = 0
+        self.ordinal = 0
+        self.counts: Counter[str] = Counter()
+        self._header = {**header, "writer": self.id, **liveness.identity()}
+        self._durability = durability
+        self._lock = threading.RLock()
+        self._busy = False
+        self._queue: deque[tuple[int, int | None, list[bytes]] | None] = deque()
+        self._lost: Counter[str] = Counter()
+        self._loss_reason = ""
+        self._warned_s = float("-inf")
+        self._unwritable = ""
+        self._sealing: Popen[bytes] | None = None
+        self._to_seal: deque[Path] = deque()
+        self._sealed: deque[tuple[Path, float]] = deque()
+        files.make_folder(folder)
+        self._number = 1
+        self._descriptor, self._size = journal.create(folder, 1, self._next_header(None))
+        self._opened_s = time.monotonic()
+        self._synced_seq = -1
+        self._sync()
+        self._last_write_s = time.monotonic()
+        self._ticked_seq = 0
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._tend, name="spool-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def path(self) -> Path:
+        """The live journal."""
+        return self.folder / format.journal_name(self._number)
+
+    def append(self, ts: int, step: int | None, bodies: list[bytes]) -> OSError | None:
+        """Write the records of one call, in order, one write(2) each. In the kernel when this returns.
+
+        Does not raise for a failing disk: the records are counted as lost, and the last error is returned.
+        """
+        error = None
+        with self._lock:
+            if self._busy:  # this thread is inside this method already: the outer call writes it
+                self._queue.append((ts, step, bodies))
+                return None
+            self._busy = True
+            try:
+                error = self._write(ts, step, bodies)
+            finally:
+                self._busy = False
+                if self._queue:
+                    self._drain()
+        return error
+
+    def _drain(self) -> None:
+        """Do what calls from inside a call have left."""
+        while self._queue and not self._busy:
+            queued = self._queue.popleft()
+            if queued is None:
+                self.close()
+            else:
+                self.append(*queued)
+
+    def _write(self, ts: int, step: int | None, bodies: list[bytes]) -> OSError | None:
+        failure = None
+        ordinal = None
+        if step is None and format.table_of_body(bodies[0]) in ("metrics", "generations"):
+            ordinal = self.ordinal + 1
+        for body in bodies:
+            seq, size = self.seq + 1, self._size
+            line = format.record_line(seq, ts, step, ordinal, body)
+            try:
+                if self._unwritable:
+                    raise OSError(self._unwritable)
+                if files.write(self._descriptor, line) != len(line):
+                    raise OSError("short write; is the disk full?")
+                if self._durability == "record":
+                    files.sync_data(self._descriptor)
+                self.seq, self._size = seq, size + len(line)
+            except OSError as error:
+                failure = error
+                self._lose(body, error)
+            except BaseException:  # a signal handler raised (Ctrl-C) between the write and its commit
+                if not self._unwritable:
+                    self._settle(seq, size, line)
+                raise
+        self.ordinal = ordinal or self.ordinal
+        if self._size >= SEAL_BYTES:
+            self._wake.set()
+        return failure
+
+    def _settle(self, seq: int, size: int, line: bytes) -> None:
+        """Commit the record if all of it is in the file, take it back otherwise: a seq is never used twice."""
+        if os.fstat(self._descriptor).st_size == size + len(line):
+            self.seq, self._size = seq, size + len(line)
+        else:
+            self.seq, self._size = seq - 1, size
+            self._take_back()
+
+    def _take_back(self) -> None:
+        try:
+            files.truncate(self._descriptor, self._size)
+        except OSError as error:
+            self._unwritable = f"a part of a record stands at the end and cannot be removed ({error})"
+            self._wake.set()  # only a new journal may follow it
+
+    def _lose(self, body: bytes, error: OSError) -> None:
+        """Count a record that could not be written, and take back what part of it reached the file."""
+        self._lost[format.table_of_body(body)] += 1
+        self._loss_reason = str(error)
+        if not self._unwritable:
+            self._take_back()
+        now = time.monotonic()
+        if now - self._warned_s >= WARN_EACH_S:
+            self._warned_s = now
+            lost = ", ".join(f"{count} of {name}" for name, count in sorted(self._lost.items()))
+            warn(f"{self.path}: could not write ({error}); records lost so far: {lost}; training goes on")
+
+    # --- what the background thread does
+
+    def _tend(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait(SYNC_EACH_S)
+            self._wake.clear()
+            if not self._stop.is_set():
+                self._tick()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self.seq != self._ticked_seq:
+            self._ticked_seq, self._last_write_s = self.seq, now
+        elif now - self._last_write_s >= ALIVE_AFTER_S:
+            self._last_write_s = now
+            self.event("alive", {})
+        self._report_losses()
+        age_s = now - self._opened_s
+        is_due = self._size >= SEAL_BYTES or (age_s >= SEAL_AFTER_S and self._size >= SEAL_AFTER_MIN_BYTES)
+        if is_due or self._unwritable or not self._sync_reports():
+            self._rotate()
+        self._tend_sealing(now)
+
+    def _sync_reports(self) -> bool:
+        """Sync what was written; False when the kernel says that it failed, so that a new journal is begun.
+
+        After a failed fsync the kernel marks the lost pages clean: a second fsync on the same file would say "fine".
+        """
+        first = self._synced_seq + 1
+        try:
+            if self._durability == "interval":
+                self._sync()
+        except OSError as error:
+            self.event("loss", {"suspect": [first, self.seq], "reason": f"fdatasync: {error}"})
+            return False
+        return True
+
+    def _sync(self) -> None:
+        seq = self.seq
+        if seq != self._synced_seq:
+            files.sync_data(self._descriptor)
+            self._synced_seq = seq
+
+    def _report_losses(self) -> None:
+        if not self._lost or self._unwritable:
+            return
+        with self._lock:
+            lost, self._lost = self._lost, Counter()
+            seq = self.seq
+            self.event("loss", {"records": dict(lost), "reason": self._loss_reason})
+            if self.seq == seq:  # still no room: the counts stay, without the loss record's own
+                lost.update(self._lost - Counter({"events": 1}))
+                self._lost = lost
+            else:
+                self.counts.update({"lost": sum(lost.values())})
+
+    def _next_header(self, previous: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "run": self._header["run"],
+            **self._header,
+            "journal": self._number,
+            "first_seq": self.seq + 1,
+            "first_ordinal": self.ordinal + 1,
+            "previous": previous,
+            "created_ns": time.time_ns(),
+        }
+
+    def _rotate(self) -> None:
+        """Begin the next journal and hand the full one to the sealer. The lock is held for the last few kilobytes only."""
+        old_path, old = self.path, self._descriptor
+        digest, hashed = hashlib.sha256(), 0
+        try:
+            new = files.create_append(self.folder / format.journal_name(self._number + 1))
+        except OSError as error:
+            warn(f"{self.folder}: cannot begin journal {self._number + 1} ({error}); {old_path.name} goes on")
+            return
+        hashed = _hash_on(old, digest, hashed, self._size)
+        with self._lock:
+            if self._stop.is_set():
+                files.close(new)
+                files.remove(self.folder / format.journal_name(self._number + 1))
+                return
+            _hash_on(old, digest, hashed, self._size)
+            self._number += 1
+            header = format.header_line(self._next_header({"length": self._size, "sha256": digest.hexdigest()}))
+            if files.write(new, header) != len(header):
+                self._number -= 1
+                files.close(new)
+                files.remove(self.folder / format.journal_name(self._number + 1))
+                return
+            self._header.pop("continues", None)  # said once, in the attempt's first journal
+            self._descriptor, self._size, self._unwritable = new, len(header), ""
+            self._opened_s = time.monotonic()
+        try:
+            files.sync_data(old)
+            files.sync_data(new)
+            files.close(old)
+        except OSError as error:
+            self.event("loss", {"suspect": [1, self.seq], "reason": f"{old_path.name}: fdatasync: {error}"})
+        self._to_seal.append(old_path)
+
+    def _tend_sealing(self, now: float) -> None:
+        """One child at a time; it seals one journal, then removes those that have been redundant for long enough."""
+        if self._sealing is not None and self._sealing.poll() is not None:
+            path = self._to_seal.popleft()
+            if self._sealing.returncode == 0:
+                self._sealed.append((path, now))
+            self._sealing = None
+        if self._sealing is None and self._to_seal:
+            try:
+                self._sealing = seal.start(self._to_seal[0], self._redundant(now))
+            except (OSError, SealError) as error:
+                warn(f"{self._to_seal.popleft()}: cannot start sealing ({error}); `spool seal` does it later")
+
+    def _redundant(self, now: float) -> list[Path]:
+        """Journals sealed long enough ago: copies under way and readers have had time to move on."""
+        paths = []
+        while self._sealed and now - self._sealed[0][1] >= KEEP_SEALED_S:
+            paths.append(self._sealed.popleft()[0])
+        return paths
+
+    # --- records of the writer's own
+
+    def event(self, kind: str, body: dict[str, Any]) -> None:
+        self.append(time.time_ns(), None, [format.event_body(kind, body)])
+
+    def head(self) -> dict[str, Any]:
+        """How far this writer has got, for the roster."""
+        return {"seq": self.seq, "journal": self._number, "length": self._size}
+
+    def close(self) -> None:
+        """Sync, close and seal what is left, waiting for the sealing child. Idempotent."""
+        with self._lock:
+            if self._busy:  # a signal handler that finishes the run in the middle of a write: the write goes first
+                self._queue.append(None)
+                return
+            if self._unwritable == _FINISHED:
+                return
+            self._report_losses()
+            self._unwritable = _FINISHED
+            self._stop.set()
+        self._wake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        try:
+            if self._durability != "os":
+                files.sync_data(self._descriptor)
+            files.close(self._descriptor)
+        except OSError as error:
+            warn(f"{self.path}: the last records may not survive a power cut ({error})")
+        self._seal_rest()
+
+    def _seal_rest(self) -> None:
+        if self._sealing is not None:
+            self._sealing.wait()
+            self._to_seal.popleft()
+        for path in (*self._to_seal, self.path):
+            try:
+                seal.start(path, self._redundant(time.monotonic()), nice=0).wait()
+            except (OSError, SealError) as error:
+                warn(f"{path}: not sealed ({error}); it stays a journal, `spool seal` does it later")
+
+    def abandon(self) -> None:
+        """In a forked child: drop lock, descriptor and buffers. The parent's writer is untouched."""
+        self._lock = threading.RLock()
+        self._queue.clear()
+        self._unwritable = _FINISHED
+        self._sealing = None
+        files.close(self._descriptor)
+
+
+def _hash_on(descriptor: int, digest: "hashlib._Hash", start: int, end: int) -> int:
+    """Hash bytes [start, end) of a file; returns end."""
+    while start < end:
+        block = os.pread(descriptor, min(1 << 20, end - start), start)
+        if not block:
+            break
+        digest.update(block)
+        start += len(block)
+    return end

@@ -1,0 +1,199 @@
+"""The replay of one run into one destination: reader -> batch -> write -> proof -> cursor.
+
+Delivery is at least once; that each record ends up there once is the destination's idempotence. What counts as delivered is
+what the destination holds when asked afterwards: all records recorded before the sync began are looked for, and what is
+missing is sent again, so that a lost or forged cursor, on either side, does no harm.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from spool import cursor as cursors
+from spool.liveness import is_alive
+from spool.reader import RunReader, WriterReader
+from sync.batch import Batch, place
+from sync.destinations import Destination
+from sync.errors import RefusedError, RejectedRecordError, TryAgainError, UnreachableError
+from sync.report import TABLES, RunReport
+from sync.span import OpenSpans
+from sync.state import RunState
+
+T = TypeVar("T")
+_DELAYS_S = (0.5, 1, 2, 4)
+_PATIENCE_S = 30
+"""No further try once this much time has gone into one call."""
+
+
+def patiently(call: Callable[[], T], delays_s: tuple[float, ...] = _DELAYS_S) -> T:
+    """Make a call until it is answered; UnreachableError when it stays unanswered."""
+    began = time.monotonic()
+    for delay_s in (*delays_s, None):
+        try:
+            return call()
+        except TryAgainError as error:
+            if delay_s is None or time.monotonic() - began > _PATIENCE_S:
+                raise UnreachableError(
+                    f"no answer from {error}; nothing is lost: start it or correct its address, and run spool-sync again"
+                ) from error
+            time.sleep(delay_s)
+    raise AssertionError("the last try returns or raises")
+
+
+class Replay:
+    """One run on its way; `total` is how much of it there is, in seqs of all writers and tables."""
+
+    def __init__(self, run: RunReader, state: RunState, destination: Destination, folder: Path) -> None:
+        self._run, self._state, self._destination, self._folder = run, state, destination, folder
+        self._writers = run.writers()
+        self._attempt = run.attempts()[-1].id
+        self._upto = {writer.id: writer.last_seq for writer in self._writers}
+        """What is recorded later is left to a later sync; otherwise a busy run would never end."""
+        self.total = len(TABLES) * sum(self._upto.values())
+        self._held: dict[str, dict[str, int]] = {}
+        self.report = RunReport(run.id, destination.label, status=state.status)
+        self._has_resent = False
+
+    def deliver(self, progress: Callable[[int], None]) -> None:
+        """Deliver what is new, prove all of it, and say so in `report`; `progress(n)` is called as n more are behind us.
+
+        A refusal of this run is said in the report. UnreachableError means that other runs will fare no better.
+        """
+        self._progress = progress
+        try:
+            self._deliver()
+        except UnreachableError as error:
+            self.report.problem = str(error)
+            if not isinstance(error, RefusedError):
+                raise
+
+    def _deliver(self) -> None:
+        report, destination = self.report, self._destination
+        report.damage = [str(damage) for damage in self._run.damage()]
+        report.identity = patiently(destination.open)
+        self._held = destination.held()
+        self._cursor = cursors.load(self._folder, destination.label.lower(), report.identity, self._run.id)
+        if self._cursor.moved_aside:
+            report.notes.append(
+                f"unreadable cursor moved to {self._cursor.moved_aside}; {destination.label} was asked instead"
+            )
+        for writer in self._writers:
+            for table in TABLES:
+                self._send(writer, table)
+        self._prove(is_final=False)
+        if self._has_resent:
+            self._prove(is_final=True)
+        try:
+            report.notes += patiently(destination.settle)
+            missing = patiently(destination.unsettled)
+        except RejectedRecordError as error:
+            report.rejections.append(f"config, tags or status: {error}")
+            missing = []
+        self._cursor.delivered = {writer.id: dict.fromkeys(TABLES, self._upto[writer.id]) for writer in self._writers}
+        self._conclude(missing)
+        self._cursor.save()
+
+    def _send(self, writer: WriterReader, table: str) -> None:
+        behind = min(self._held.get(writer.id, {}).get(table, 0), self._upto[writer.id])
+        self._progress(behind)
+        for batch in self._batches(writer, table, behind):
+            for part in batch.split(self._destination.rows_per_request[table]):
+                self._offer(part)
+                if part.cursor is not None and part.cursor > behind:
+                    self._progress(part.cursor - behind)
+                    behind = part.cursor
+        self._progress(max(0, self._upto[writer.id] - behind))
+        self._destination.pass_over(Batch(table, writer.id, pa.table({}), self._upto[writer.id]))
+
+    def _batches(self, writer: WriterReader, table: str, after_seq: int) -> Iterator[Batch]:
+        upto = self._upto[writer.id]
+        for rows in writer.batches(table, after_seq=after_seq):
+            if rows.num_rows and rows["seq"][-1].as_py() > upto:
+                rows = rows.filter(pc.less_equal(rows["seq"], upto))
+            if rows.num_rows:
+                yield Batch(table, writer.id, rows, rows["seq"][-1].as_py())
+
+    def _offer(self, batch: Batch) -> None:
+        """Write a batch; where it is rejected, halve it down to the row that is to blame and set that aside."""
+        try:
+            patiently(partial(self._destination.write, batch))
+        except RejectedRecordError as error:
+            if batch.rows.num_rows > 1:
+                for half in batch.halves():
+                    self._offer(half)
+                return
+            [row] = batch.dicts()
+            rejected = self._cursor.rejected.setdefault(batch.writer_id, {}).setdefault(batch.table, {})
+            rejected[place(batch.table, row)] = str(error)
+            self._destination.pass_over(batch)
+
+    # --- the proof
+
+    def _prove(self, *, is_final: bool) -> None:
+        """Ask for every record. The first time, what is missing is sent again; the second time it counts as missing."""
+        patiently(self._destination.start_proof)
+        for counts in self.report.tables.values():
+            counts.recorded = counts.missing = counts.rejected = counts.waiting = 0
+        for writer in self._writers:
+            last_ns, spans = 0, OpenSpans()
+            for table in TABLES:  # spans come last: where they were left open, the writer's last sign of life ends them
+                for batch in self._batches(writer, table, 0):
+                    last_ns = max(last_ns, pc.max(pc.cast(batch.rows["ts"], pa.int64())).as_py())
+                    rows = spans.take(batch.rows) if table == "spans" else batch.rows
+                    self._check(Batch(table, writer.id, rows, None), is_final=is_final)
+            if self._is_closed(writer):
+                self._check(Batch("spans", writer.id, spans.closed(last_ns), None), is_final=is_final)
+            else:
+                self.report.tables["spans"].waiting += len(spans)
+                self.report.tables["spans"].recorded += len(spans)
+        for table, counts in self.report.tables.items():
+            counts.held = patiently(partial(self._destination.count, table))
+            counts.indistinct = self._destination.indistinct(table)
+
+    def _is_closed(self, writer: WriterReader) -> bool:
+        """Whether spans this writer has left open stay open for ever."""
+        return (
+            self._state.status != "running"
+            or writer.finished
+            or writer.attempt != self._attempt
+            or is_alive(writer.header) is False
+        )
+
+    def _check(self, batch: Batch, *, is_final: bool) -> None:
+        counts = self.report.tables[batch.table]
+        start = self._held.get(batch.writer_id, {}).get(batch.table, 0)
+        for part in batch.split(self._destination.rows_per_request[batch.table]):
+            held = patiently(partial(self._destination.holds, part))
+            counts.recorded += len(held)
+            if not is_final:
+                seqs = part.rows["seq"].to_pylist()
+                counts.already_there += sum(there and seq <= start for there, seq in zip(held, seqs, strict=True))
+            if all(held):
+                continue
+            rejected = self._cursor.rejected.setdefault(batch.writer_id, {}).setdefault(batch.table, {})
+            places = [place(batch.table, row) for row in part.dicts()]
+            missing = [not there and at not in rejected for there, at in zip(held, places, strict=True)]
+            if any(missing) and not is_final:
+                self._has_resent = True
+                self._offer(part.only(missing))
+            counts.missing += sum(missing) if is_final else 0
+            counts.rejected += sum(not there and at in rejected for there, at in zip(held, places, strict=True))
+
+    def _conclude(self, unsettled: list[str]) -> None:
+        report, label = self.report, self._destination.label
+        for writer, tables in self._cursor.rejected.items():
+            for table, places in tables.items():
+                report.rejections += [f"{writer} {table} {at}: {reason}" for at, reason in places.items()]
+        absent = [
+            f"{table.missing} of {table.recorded} {name}" for name, table in report.tables.items() if table.missing
+        ]
+        if absent or unsettled:
+            report.problem = (
+                f"{label} was asked and does not hold {', '.join(absent + unsettled[:5])}, although it took them; "
+                "run spool-sync again, and look at the server's log if this stays"
+            )

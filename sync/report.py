@@ -1,0 +1,78 @@
+"""What a sync did, as a table for people and as JSON. The counts are rows: metric values, generations, spans, events."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+TABLES = ("metrics", "generations", "events", "spans")
+DELIVERED, WRONG_USE, INCOMPLETE, UNREACHED = 0, 1, 3, 4
+
+
+@dataclass
+class TableReport:
+    recorded: int = 0
+    already_there: int = 0
+    rejected: int = 0
+    missing: int = 0
+    """Not held by the destination when it was asked, and not rejected either."""
+    waiting: int = 0
+    """Spans that have not ended, of writers that may still live."""
+    indistinct: int = 0
+    """Rows that are the same to the destination as an earlier one."""
+    held: int = 0
+    """The destination's own count, whoever wrote the rows."""
+
+    @property
+    def delivered(self) -> int:
+        return self.recorded - self.already_there - self.rejected - self.missing - self.waiting
+
+
+@dataclass
+class RunReport:
+    run_id: str
+    destination: str
+    identity: str = ""
+    status: str = ""
+    tables: dict[str, TableReport] = field(default_factory=lambda: {table: TableReport() for table in TABLES})
+    rejections: list[str] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problem: str = ""
+    """Why the run is not delivered and proven; empty when it is."""
+
+    @property
+    def exit_code(self) -> int:
+        if self.problem:
+            return UNREACHED
+        return INCOMPLETE if self.rejections or self.damage else DELIVERED
+
+    def as_json(self) -> dict[str, Any]:
+        tables = {name: asdict(table) | {"delivered": table.delivered} for name, table in self.tables.items()}
+        return asdict(self) | {"tables": tables, "exit_code": self.exit_code}
+
+    def lines(self) -> list[str]:
+        """The table, and under it one sentence for everything that is not plainly delivered."""
+        label = self.destination
+        lines = [f"run {self.run_id} -> {label} run {self.identity or '(none)'} {self.status}"]
+        if self.identity:
+            lines.append(
+                f"  {'table':<12}{'recorded':>10}{'already there':>15}{'delivered':>11}{'rejected':>10}{label + ' holds':>14}"
+            )
+            for name, table in self.tables.items():
+                counts = (table.recorded, table.already_there, table.delivered, table.rejected, table.held)
+                lines.append("  {:<12}{:>10}{:>15}{:>11}{:>10}{:>14}".format(name, *counts))
+        for name, table in self.tables.items():
+            if table.waiting:
+                lines.append(f"  {table.waiting} {name} have not ended yet; they follow with a later sync")
+            if table.indistinct:
+                lines.append(
+                    f"  {table.indistinct} of {table.recorded} {name} repeat an earlier one (same key, millisecond, step and "
+                    f"value), which {label} keeps once"
+                )
+        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  damaged: {damage}" for damage in self.damage]
+        lines += [f"  rejected: {rejection}" for rejection in self.rejections[:20]]
+        if len(self.rejections) > 20:
+            lines.append(f"  … and {len(self.rejections) - 20} more rejected; --json lists them all")
+        if self.problem:
+            lines.append(f"  not delivered: {self.problem}")
+        return lines
