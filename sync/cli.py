@@ -21,7 +21,7 @@ from sync.errors import SetupError, UnreachableError
 from sync.progress import Progress
 from sync.report import UNREACHED, WRONG_USE, RunReport
 
-_CONNECT_DELAYS_S = (0.5,)
+_CONNECT_DELAYS_S, _CONNECT_PATIENCE_S = (0.5, 1), 4
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,7 +56,7 @@ def main(
     try:
         runs = _choose(path, selectors)
         destination = destinations.load(name)
-        address = patiently(destination.connect, _CONNECT_DELAYS_S)
+        address = patiently(destination.connect, _CONNECT_DELAYS_S, _CONNECT_PATIENCE_S)
         click.echo(f"{len(runs)} run(s) of {path} to {destination.label} at {address}", err=True)
         for run in runs:
             known = state.read(run, project, experiment)

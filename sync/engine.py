@@ -27,17 +27,16 @@ from sync.state import RunState
 T = TypeVar("T")
 _DELAYS_S = (0.5, 1, 2, 4)
 _PATIENCE_S = 30
-"""No further try once this much time has gone into one call."""
 
 
-def patiently(call: Callable[[], T], delays_s: tuple[float, ...] = _DELAYS_S) -> T:
-    """Make a call until it is answered; UnreachableError when it stays unanswered."""
+def patiently(call: Callable[[], T], delays_s: tuple[float, ...] = _DELAYS_S, patience_s: float = _PATIENCE_S) -> T:
+    """Make a call until it is answered; UnreachableError when it stays unanswered. No further try after `patience_s`."""
     began = time.monotonic()
     for delay_s in (*delays_s, None):
         try:
             return call()
         except TryAgainError as error:
-            if delay_s is None or time.monotonic() - began > _PATIENCE_S:
+            if delay_s is None or time.monotonic() - began > patience_s:
                 raise UnreachableError(
                     f"no answer from {error}; nothing is lost: start it or correct its address, and run spool-sync again"
                 ) from error

@@ -86,6 +86,10 @@ def page_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def test_both_readmes_are_among_the_pages() -> None:
+    assert {"README.md", "README.zh.md"} <= {page_name(page) for page in PAGES}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_what_a_page_shows_runs(page: Path, tmp_path: Path, bin_folder: Path) -> None:
     environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}

@@ -14,6 +14,16 @@ import pytest
 
 VERL = "verl==0.9.1"
 TORCH = "torch==2.13.0"
+RECORD = """
+import spool
+with spool.init(project="p", experiment="e") as run:
+    run.log({"loss": 0.5}, step=1)
+"""
+READ = """
+import spool
+metrics = spool.open("spool-data").runs()[0].metrics()
+print(list(zip(*(metrics[name].to_pylist() for name in ("key", "value", "step")))))
+"""
 
 
 def output_of(*command: str | Path, **options: object) -> str:
@@ -96,14 +106,10 @@ def test_the_wheelhouse_installs_and_records_without_network(
     for command in ("spool", "spool-sync"):
         assert "Usage:" in output_of(*without_network, python.with_name(command), "--help", **offline)
 
-    script = "import spool\nwith spool.init(project='p', experiment='e') as run:\n    run.log({'loss': 0.5}, step=1)\n"
-    output_of(*without_network, python, "-c", script, **offline)
-    script = (
-        "import spool\nprint(spool.open('spool-data').runs()[0].metrics().select(['key', 'value', 'step']).to_pylist())"
-    )
-    assert (
-        output_of(*without_network, python, "-c", script, **offline) == "[{'key': 'loss', 'value': 0.5, 'step': 1}]\n"
-    )
+    output_of(*without_network, python, "-c", RECORD, **offline)
+    assert output_of(*without_network, python, "-c", READ, **offline) == "[('loss', 0.5, 1)]\n"
+    assert "intact" in output_of(*without_network, python.with_name("spool"), "verify", **offline)
+    assert "loss" in output_of(*without_network, python.with_name("spool"), "show", "--run", "*", **offline)
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Checkpoints in verl's layout, complete or absent: written aside, synced, renamed.
 
-    <folder>/global_step_5/state.pt
-    <folder>/latest_checkpointed_iteration.txt      "5", renamed into place after the checkpoint it names
-    <folder>/spool_run_id.txt                       the run these checkpoints belong to, from before the first of them
+<folder>/global_step_5/state.pt
+<folder>/latest_checkpointed_iteration.txt      "5", renamed into place after the checkpoint it names
+<folder>/spool_run_id.txt                       the run these checkpoints belong to, from before the first of them
 """
 
 import os
@@ -37,7 +37,9 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(aside)
-        if target.exists():  # of an earlier attempt or run; it is not the latest, so a kill between the two loses nothing
+        if (
+            target.exists()
+        ):  # of an earlier attempt or run; it is not the latest, so a kill between the two loses nothing
             shutil.rmtree(target)
         aside.rename(target)
         _sync_folder(self.folder)  # the name must be on disk before the file that points to it
@@ -65,12 +67,14 @@ class Checkpoints:
         return self._read_text(_RUN_ID)
 
     def begin_run(self, run_id: str) -> None:
-        """Note that checkpoints from now on belong to `run_id`; those of another run are no longer resumed from."""
-        if self.run_id() != run_id:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / _LATEST).unlink(missing_ok=True)
-            _sync_folder(self.folder)  # the old pointer must be gone before the new name is there
-            self._write_text(_RUN_ID, run_id)
+        """Note that checkpoints from now on belong to `run_id`. Durable when this returns."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write_text(_RUN_ID, run_id)
+
+    def forget(self) -> None:
+        """Start anew: what is here is resumed from no more. Old checkpoints stay until new ones of their step replace them."""
+        for name in (_LATEST, _RUN_ID):  # in this order: weights of an old run must not go on under a new one
+            (self.folder / name).unlink(missing_ok=True)
 
     def _read_text(self, name: str) -> str | None:
         path = self.folder / name

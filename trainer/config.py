@@ -38,8 +38,12 @@ class Trainer:
     test_freq: int = _key(5, "steps between validations; 0: never", at_least=0)
     log_val_generations: int = _key(10, "validation generations to record each time", at_least=0)
     save_freq: int = _key(5, "steps between checkpoints; 0: only after the warm-up and at the end", at_least=0)
-    default_local_dir: str | None = _key(None, "folder of checkpoints; null: checkpoints/<project_name>/<experiment_name>")
-    resume_mode: str = _key("auto", "auto: go on from the last checkpoint; disable: start anew", choices=("auto", "disable"))
+    default_local_dir: str | None = _key(
+        None, "folder of checkpoints; null: checkpoints/<project_name>/<experiment_name>"
+    )
+    resume_mode: str = _key(
+        "auto", "auto: go on from the last checkpoint; disable: start anew", choices=("auto", "disable")
+    )
     warmup_steps: int = _key(500, "supervised steps on sloppy demonstrations before GRPO (not in verl)", at_least=0)
     warmup_batch_size: int = _key(32, "demonstrations of a warm-up step (not in verl)", at_least=2)
     warmup_lr: float = _key(6e-3, "peak learning rate of the warm-up (not in verl)", at_least=0)
@@ -108,13 +112,19 @@ class Agent:
 @dataclass
 class MultiTurn:
     max_assistant_turns: int = _key(5, "turns of the policy in a trajectory", at_least=1)
-    tool_failure_rate: float = _key(0.03, "share of calculator calls that fail as a busy service would (not in verl)", at_least=0)
+    tool_failure_rate: float = _key(
+        0.03, "share of calculator calls that fail as a busy service would (not in verl)", at_least=0
+    )
 
 
 @dataclass
 class Trace:
-    backend: str | None = _key("spool", "spool, if it is among trainer.logger; null: no traces", choices=("spool", None))
-    max_samples_per_step_per_worker: int = _key(1, "problems traced, each with all its rollouts, chosen by hash", at_least=0)
+    backend: str | None = _key(
+        "spool", "spool, if it is among trainer.logger; null: no traces", choices=("spool", None)
+    )
+    max_samples_per_step_per_worker: int = _key(
+        1, "problems traced, each with all its rollouts, chosen by hash", at_least=0
+    )
     token2text: bool = _key(True, "record the policy's turns as text; false: as token ids")
 
 
@@ -252,7 +262,9 @@ def _unknown(name: str, known: list[str]) -> str:
     last = name.rpartition(".")[2]
     same_last = [key for key in known if key.rpartition(".")[2] == last]
     close = same_last or difflib.get_close_matches(name, known, n=1)
-    return f"unknown key {name!r}; " + (f"did you mean {close[0]!r}?" if close else "`python -m trainer --help` lists all keys")
+    return f"unknown key {name!r}; " + (
+        f"did you mean {close[0]!r}?" if close else "`python -m trainer --help` lists all keys"
+    )
 
 
 def _checked(name: str, value: Any, entry: "dataclasses.Field[Any]") -> Any:
@@ -272,13 +284,16 @@ def _checked(name: str, value: Any, entry: "dataclasses.Field[Any]") -> Any:
     for element in value if kind is list else [value]:
         if choices and element not in choices:
             shown = ", ".join("null" if choice is None else str(choice) for choice in choices)
-            advice = f"; for {element} record with spool, then `spool-sync --to {element}`" if name == "trainer.logger" else ""
+            advice = (
+                f"; for {element} record with spool, then `spool-sync --to {element}`" if element in _TRACKERS else ""
+            )
             raise ConfigError(f"{name}: {element!r} is not one of {shown}{advice}")
     if at_least is not None and not value >= at_least:  # also refuses nan
         raise ConfigError(f"{name} must be at least {at_least:g}, not {value!r}")
     return value
 
 
+_TRACKERS = ("mlflow", "swanlab", "wandb")
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", list: "a text or a list of texts"}
 
 

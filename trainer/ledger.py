@@ -30,7 +30,7 @@ class Ledger:
 class Recorder:
     """A spool run and, where asked for, the ledger beside it. Without a run (`None`) nothing is recorded."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: spool.Run | None) -> None:
         self._run = run
         folder = os.environ.get("TRAINER_LEDGER")
         self._ledger = Ledger(folder) if folder and run is not None else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from trainer.agent_loop import STOP_TOKENS, Prompt, Trajectory, no_span, tool_agent_loop
+from trainer.agent_loop import STOP_TOKENS, Prompt, ToolAgent, Trajectory, no_span
 from trainer.decoder import BatchDecoder
 from trainer.ledger import Recorder
 from trainer.model import TinyGPT
@@ -28,6 +28,7 @@ class RolloutWorker:
         max_turns: int,
         tool_failure_rate: float,
         traced_samples: int,
+        trace_text: bool,
     ) -> None:
         """`open_recorder` is called here, in the worker's process: a Ray actor joins the run as a writer of its own.
 
@@ -43,6 +44,7 @@ class RolloutWorker:
         self._max_turns = max_turns
         self._tool_failure_rate = tool_failure_rate
         self._traced_samples = traced_samples
+        self._trace_text = trace_text
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         self._model.load_state_dict(weights)
@@ -63,9 +65,8 @@ class RolloutWorker:
             span = functools.partial(self._recorder.span, **indices, validate=validate) if is_traced else no_span
             rng = random.Random(f"{key}/{prompt.sample_index}/{prompt.rollout_n}")
             calculator = Calculator(self._tool_failure_rate, rng)
-            trajectories.append(
-                tool_agent_loop(prompt, tokens[row], row, decoder, calculator, self._max_turns, span)
-            )
+            agent = ToolAgent(decoder, row, calculator, self._max_turns, span, self._trace_text)
+            trajectories.append(agent.run(prompt, tokens[row]))
         return asyncio.run(decoder.run(trajectories))
 
     def finish(self) -> None:

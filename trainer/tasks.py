@@ -135,10 +135,10 @@ def _jsonl_rows(file: Path) -> list[dict[str, object]]:
 
 
 def _parquet_rows(file: Path) -> list[dict[str, object]]:
-    import pyarrow
+    import pyarrow as pa
     from pyarrow import parquet
 
     try:
         return parquet.read_table(file).to_pylist()
-    except pyarrow.ArrowInvalid:
+    except pa.ArrowInvalid:
         raise DataError(f"{file}: not a Parquet file") from None

@@ -1,7 +1,7 @@
 """The calculator the policy may call. It evaluates exactly, without `eval()`, and it can fail.
 
-    expression = term (("+" | "-") term)*      term = factor (("*" | "/") factor)*
-    factor     = "-" factor | "(" expression ")" | number
+expression = term (("+" | "-") term)*      term = factor (("*" | "/") factor)*
+factor     = "-" factor | "(" expression ")" | number
 """
 
 import random
