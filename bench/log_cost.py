@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import spool
-from spool import format, seal
+from spool import files, format, journal, seal
+from spool.writer import SEAL_BYTES
 
 KEYS = [f"actor/metric_{place:02d}" for place in range(50)]
 FLOATS = {key: 0.123456789 * place + 1 / 3 for place, key in enumerate(KEYS)}
@@ -27,7 +28,9 @@ def percentile(times_ns: list[int], share: float) -> float:
     return sorted(times_ns)[min(len(times_ns) - 1, int(len(times_ns) * share))] / 1000
 
 
-def alternate(bare: Callable[[], object], log: Callable[[int], object], calls: int, pause_s: float = 0.0) -> tuple[list[int], list[int]]:
+def alternate(
+    bare: Callable[[], object], log: Callable[[int], object], calls: int, pause_s: float = 0.0
+) -> tuple[list[int], list[int]]:
     bare_ns, log_ns = [], []
     clock = time.perf_counter_ns
     for step in range(calls):
@@ -57,11 +60,11 @@ def show(name: str, bare_ns: list[int], log_ns: list[int]) -> None:
 def values() -> list[tuple[str, dict[str, Any]]]:
     kinds: list[tuple[str, dict[str, Any]]] = [("float", FLOATS)]
     try:
-        import numpy
+        import numpy as np
     except ImportError:
         return kinds
-    kinds.append(("np.float64", {key: numpy.float64(value) for key, value in FLOATS.items()}))
-    kinds.append(("np.float32", {key: numpy.float32(value) for key, value in FLOATS.items()}))
+    kinds.append(("np.float64", {key: np.float64(value) for key, value in FLOATS.items()}))
+    kinds.append(("np.float32", {key: np.float32(value) for key, value in FLOATS.items()}))
     try:
         import torch
     except ImportError:
@@ -83,7 +86,9 @@ def measure(folder: Path, calls: int) -> None:
     run = spool.init(project="bench", experiment="log_cost", dir=folder / "spool")
     line = format.record_line(1_000, time.time_ns(), 1_000, None, format.fast_metrics(FLOATS) or b"")
     descriptor = os.open(folder / "bare", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    print(f"\n50 metrics a call, {len(line)} bytes; {calls} calls a row; Python {sys.version.split()[0]}; times in µs\n")
+    print(
+        f"\n50 metrics a call, {len(line)} bytes; {calls} calls a row; Python {sys.version.split()[0]}; times in µs\n"
+    )
     print(f"| {'':<34} | bare   | p99    | log()  | p99    |  x   |")
     print(f"|{'-' * 36}|-------:|-------:|-------:|-------:|-----:|")
 
@@ -93,10 +98,10 @@ def measure(folder: Path, calls: int) -> None:
     alternate(bare, lambda step: run.log(FLOATS, step=step), calls // 10)  # warm up
     for name, data in values():
         show(f"tight, {name}", *alternate(bare, lambda step, data=data: run.log(data, step=step), calls))
-    journal = full_journal(folder / "other")
+    full = full_journal(folder / "other")
     bare_ns, log_ns, seals = [], [], 0
     while len(log_ns) < calls:
-        child = seal.start(journal)
+        child = seal.start(full)
         while child.poll() is None:
             more_bare, more_log = alternate(bare, lambda step: run.log(FLOATS, step=step), 100)
             bare_ns += more_bare
@@ -104,29 +109,30 @@ def measure(folder: Path, calls: int) -> None:
         if child.returncode != 0:
             sys.exit("the sealing child failed")
         seals += 1
-        unseal(journal)
+        unseal(full)
     show(f"tight, float, sealing ({seals} seals)", bare_ns, log_ns)
     show("1 kHz, float", *alternate(bare, lambda step: run.log(FLOATS, step=step), min(calls, 4000), pause_s=0.001))
     run.finish()
 
 
 def full_journal(folder: Path) -> Path:
-    """A journal of 16 MiB of another run, to seal again and again beside the loop."""
-    writer = spool.init(project="bench", experiment="full", dir=folder, run_id="full", role="lead")
-    step = 0
-    path = writer._writer.path  # type: ignore[union-attr]
-    while path.stat().st_size < 15.9 * (1 << 20):
-        writer.log(FLOATS, step=step)
-        step += 1
-    writer.finish()
-    unseal(path)
-    return path
+    """A journal of 16 MiB, to seal again and again beside the loop."""
+    writer = folder / "run" / "writer"
+    files.make_folder(writer)
+    header = {"run": "run", "writer": "writer", "attempt": {"id": "1-000000", "number": 1}, "first_seq": 1}
+    descriptor, size = journal.create(writer, 1, header)
+    seq = 0
+    while size < SEAL_BYTES:
+        seq += 1
+        size += files.write(
+            descriptor, format.record_line(seq, time.time_ns(), seq, None, format.fast_metrics(FLOATS) or b"")
+        )
+    files.close(descriptor)
+    return writer / format.journal_name(1)
 
 
-def unseal(journal: Path) -> None:
-    from spool import files
-
-    files.remove(journal.parent / format.segment_name(int(journal.stem)))
+def unseal(path: Path) -> None:
+    files.remove(path.parent / format.segment_name(int(path.stem)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ class _Command(click.Group):
 spool_argument = click.argument(
     "spool", envvar="SPOOL_DIR", default="spool-data", type=click.Path(path_type=Path), metavar="[SPOOL]"
 )
-run_option = click.option("--run", "names", multiple=True, metavar="RUN", help="Only these runs: id, prefix, glob or project/experiment.")
+run_option = click.option(
+    "--run", "names", multiple=True, metavar="RUN", help="Only these runs: id, prefix, glob or project/experiment."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
 
 
@@ -91,7 +93,10 @@ def verify(spool: Path, names: tuple[str, ...], as_json: bool) -> None:
         records = sum(writer.last_seq for writer in writers)
         results.append({"run": run.id, "writers": len(writers), "records": records, "damage": damage})
         if not as_json:
-            click.echo(f"{run.id}: {len(writers)} writers, {records} records, " + (f"{len(damage)} damaged" if damage else "intact"))
+            click.echo(
+                f"{run.id}: {len(writers)} writers, {records} records, "
+                + (f"{len(damage)} damaged" if damage else "intact")
+            )
             for line in damage:
                 click.echo(f"  {line}")
     if as_json:
@@ -139,7 +144,9 @@ def _open_reason(writer: WriterReader) -> str | None:
 
 @main.command()
 @spool_argument
-@click.option("--run", "name", required=True, metavar="RUN", help="The run: id, unique prefix, glob or project/experiment.")
+@click.option(
+    "--run", "name", required=True, metavar="RUN", help="The run: id, unique prefix, glob or project/experiment."
+)
 @json_option
 def show(spool: Path, name: str, as_json: bool) -> None:
     """Show one run: where it came from, its attempts, and the last value of each metric."""
@@ -147,7 +154,10 @@ def show(spool: Path, name: str, as_json: bool) -> None:
     last: dict[str, Any] = {}
     for row in run.metrics().select(["key", "step", "value", "exact", "kind"]).to_pylist():
         last[row["key"]] = {"step": row["step"], "value": row["exact"] if row["exact"] is not None else row["value"]}
-    attempts = [{"attempt": one.id, "continues": one.continues, "resumed_from_step": one.resumed_from_step} for one in run.attempts()]
+    attempts = [
+        {"attempt": one.id, "continues": one.continues, "resumed_from_step": one.resumed_from_step}
+        for one in run.attempts()
+    ]
     found = {**_summary(run), "path": str(run.path), "attempt_list": attempts, "metrics": dict(sorted(last.items()))}
     if as_json:
         click.echo(format.dump_json(found).decode(), nl=False)

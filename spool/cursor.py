@@ -49,7 +49,7 @@ def load(folder: Path, destination: str, identity: str, run_id: str) -> Cursor:
     cursor = Cursor(path, destination, identity, run_id)
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return cursor
     try:
         body = format.load_json(content)

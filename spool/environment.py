@@ -45,7 +45,11 @@ def _hide_secret_options(argv: list[str]) -> list[str]:
     hidden: list[str] = []
     for argument in argv:
         previous = hidden[-1] if hidden else ""
-        if previous.startswith("--") and "=" not in previous and mask_text(f"{previous}={argument}") != f"{previous}={argument}":
+        if (
+            previous.startswith("--")
+            and "=" not in previous
+            and mask_text(f"{previous}={argument}") != f"{previous}={argument}"
+        ):
             argument = mask_text(f"{previous}={argument}").split("=", 1)[1]
         hidden.append(argument)
     return hidden

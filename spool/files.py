@@ -16,7 +16,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -173,7 +173,7 @@ def replace_file(target: Path, content: bytes) -> None:
     def write_content(path: Path) -> None:
         path.write_bytes(content)
 
-    _publish(target, write_content, lambda source, path: os.replace(source, path))
+    _publish(target, write_content, os.replace)
 
 
 def _publish(target: Path, fill: Callable[[Path], None], rename: Callable[[Path, Path], None]) -> None:
@@ -216,9 +216,19 @@ def publish_folder(target: Path, fill: Callable[[Path], None]) -> None:
     sync_folder(target.parent)
 
 
-def unfinished(target: Path) -> Iterator[Path]:
-    """What a killed `publish` of `target` left behind."""
-    return target.parent.glob(f".{target.name}.*")
+def remove_unfinished(target: Path) -> None:
+    """Remove what a killed `publish` of `target` left behind.
+
+    Renamed first: a publish that is still at work then fails as a whole, and cannot put a half-removed folder in place.
+    """
+    for leftover in target.parent.glob(f".{target.name}.*"):
+        doomed = leftover.with_name(f".doomed.{os.getpid()}{leftover.name}")
+        with suppress(FileNotFoundError):  # published, or removed by another
+            os.rename(leftover, doomed)
+            remove(doomed)
+    for doomed in target.parent.glob(f".doomed.*.{target.name}.*"):
+        with suppress(FileNotFoundError):
+            remove(doomed)
 
 
 def remove(path: Path) -> None:

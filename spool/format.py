@@ -111,10 +111,12 @@ def fast_metrics(data: Any) -> bytes | None:
             if not types <= _numbers and not (_learn(types) and types <= _numbers):
                 if not types <= _numbers | ITEM_TYPES:
                     return None
-                return fast_metrics({key: value if type(value) in _numbers else value.item() for key, value in data.items()})
+                return fast_metrics(
+                    {key: value if type(value) in _numbers else value.item() for key, value in data.items()}
+                )
             if not types <= _floats and not -MAX_EXACT_INT <= min(values) <= max(values) <= MAX_EXACT_INT:
                 return None
-            finite = all(map(isfinite, values))  # not sum: it would add through numpy's scalars, slowly and with warnings
+            finite = all(map(isfinite, values))  # sum would add through numpy's scalars, slowly and with warnings
         if finite and type(data) is dict and len(data) <= MAX_KEYS:
             return b'"metrics":' + _dumps(data, option=_NUMPY)
     except (AttributeError, TypeError, OverflowError, ValueError, RuntimeError):
@@ -126,7 +128,8 @@ def metric_bodies(data: Any, notes: Notes, redact: Redact = keep) -> list[bytes]
     """The bodies of the records for one call: `"metrics":{…}` and, where needed, decimals and texts."""
     if isinstance(data, dict):
         data = dict(data)  # one step under the interpreter lock: other threads may go on changing the original
-    return [_part_body(part, notes.replaced) for part in metric_parts(data, notes, redact)]
+    first, *others = metric_parts(data, notes, redact)
+    return [_part_body(first, notes.replaced), *(_part_body(part, 0) for part in others)]
 
 
 def _part_body(part: Part, replaced: int) -> bytes:
@@ -172,8 +175,21 @@ def record_line(seq: int, ts: int, step: int | None, ordinal: int | None, body: 
 
 def header_line(header: dict[str, Any]) -> bytes:
     """The first line of a journal: has `format` and no `seq`."""
-    line = _dumps({"format": FORMAT, **header})[:-1]
+    return checked_json({"format": FORMAT, **header})
+
+
+def checked_json(value: dict[str, Any]) -> bytes:
+    """One JSON object that proves itself, as a line: headers and manifests."""
+    line = _dumps(value)[:-1]
     return b'%b,"crc":"%08x"}\n' % (line, crc32c(line))
+
+
+def load_checked_json(content: bytes) -> dict[str, Any]:
+    """Raises ValueError when the checksum is not right."""
+    line = content.removesuffix(b"\n")
+    if not is_intact(line):
+        raise ValueError("checksum mismatch")
+    return decode(line)
 
 
 def is_intact(line: bytes) -> bool:
@@ -194,14 +210,14 @@ def seq_of_line(line: bytes) -> int | None:
     return int(match[1]) if match else None
 
 
-_BOUNDARY = re.compile(rb'"}(?:.|)\{"seq":', re.DOTALL)
+_BOUNDARY = re.compile(rb',"crc":".{8}"}(?:.|)\{"seq":', re.DOTALL)
 
 
 def split_at_lost_newline(line: bytes) -> list[tuple[int, bytes]]:
     """(offset, piece) of two or more records that a damaged newline has joined; the pieces still prove themselves."""
     pieces, start = [], 0
     for match in _BOUNDARY.finditer(line):
-        pieces.append((start, line[start : match.start() + 2]))
+        pieces.append((start, line[start : match.start() + CRC_LENGTH]))
         start = match.end() - len(b'{"seq":')
     pieces.append((start, line[start:]))
     return pieces

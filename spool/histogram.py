@@ -48,7 +48,15 @@ def _edges(low: float, high: float) -> list[float]:
 def _body(
     edges: list[float], counts: list[int], count: int, nonfinite: int, total: float, low: float, high: float
 ) -> dict[str, Any]:
-    return {"edges": edges, "counts": counts, "count": count, "nonfinite": nonfinite, "sum": total, "min": low, "max": high}
+    return {
+        "edges": edges,
+        "counts": counts,
+        "count": count,
+        "nonfinite": nonfinite,
+        "sum": total,
+        "min": low,
+        "max": high,
+    }
 
 
 def _flatten(values: Any, flat: list[float]) -> None:

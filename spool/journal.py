@@ -12,11 +12,12 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spool import files, format
 
 _BLOCK_SIZE_BYTES = 1 << 20
+_MISMATCH = "checksum mismatch"
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ def scan(path: Path, start: int = 0) -> Scan:
         digest.update(line)
         result.valid_length = offset + len(line)
         _take(result, bad, offset, line[:-1])
+        if not line.endswith(b"\n"):
+            bad.append((offset + len(line) - 1, 1, "damaged newline"))
     result.valid_length = max(result.valid_length, start)
     result.sha256 = digest.hexdigest()
     _order(result, bad)
@@ -104,7 +107,11 @@ def scan(path: Path, start: int = 0) -> Scan:
 
 
 def _lines(path: Path, start: int, result: Scan) -> Iterator[tuple[int, bytes]]:
-    """(offset, line with its newline) of every complete line."""
+    """(offset, line with its newline) of every complete line.
+
+    The last one is complete too when only its newline is damaged: a writer leaves a record without its newline when it is
+    killed, but never with another byte in its place.
+    """
     with path.open("rb") as file:
         file.seek(start)
         offset, pieces = start, []
@@ -117,7 +124,13 @@ def _lines(path: Path, start: int, result: Scan) -> Iterator[tuple[int, bytes]]:
                 yield offset, whole
                 offset += len(whole)
             pieces.append(lines[-1])
-        result.size = offset + sum(map(len, pieces))
+    tail = b"".join(pieces)
+    result.size = offset + len(tail)
+    *complete, (start, last) = format.split_at_lost_newline(tail)
+    if format.is_intact(last[:-1]):
+        yield offset, tail
+    elif any(format.is_intact(piece) for _, piece in complete):
+        yield offset, tail[:start]
 
 
 def _take(result: Scan, bad: list[tuple[int, int, str]], offset: int, line: bytes) -> None:
@@ -127,13 +140,13 @@ def _take(result: Scan, bad: list[tuple[int, int, str]], offset: int, line: byte
         return
     pieces = format.split_at_lost_newline(line)
     if not any(format.is_intact(piece) for _, piece in pieces):
-        bad.append((offset, len(line) + 1, "checksum mismatch"))
+        bad.append((offset, len(line) + 1, _MISMATCH))
         return
     for inner, piece in pieces:
         if format.is_intact(piece):
             _file_intact(result, bad, offset + inner, piece)
         else:
-            bad.append((offset + inner, len(piece), "checksum mismatch"))
+            bad.append((offset + inner, len(piece), _MISMATCH))
         if offset + inner > offset:
             bad.append((offset + inner - 1, 1, "damaged newline"))
 
@@ -144,11 +157,12 @@ def _file_intact(result: Scan, bad: list[tuple[int, int, str]], offset: int, lin
         result.seqs.append(seq)
         result.offsets.append(offset)
         result.lengths.append(len(line))
-    elif result.header is None and offset == 0:
+        return
+    if result.header is None:
         result.header = format.decode(line)
         format.check_format(result.header.get("format"), str(result.path))
-    else:
-        bad.append((offset, len(line) + 1, "neither a record nor the first line"))
+    if offset > 0:
+        bad.append((offset, len(line) + 1, "a header that is not the first line"))
 
 
 def _order(result: Scan, bad: list[tuple[int, int, str]]) -> None:
@@ -161,7 +175,7 @@ def _order(result: Scan, bad: list[tuple[int, int, str]]) -> None:
         if seq <= highest:
             bad.append((offset, length + 1, f"record {seq} out of order or repeated"))
         highest = max(highest, seq)
-    first = {}
+    first: dict[int, tuple[int, int]] = {}
     for seq, offset, length in zip(seqs, result.offsets, result.lengths, strict=True):
         first.setdefault(seq, (offset, length))
     result.seqs = array("q", sorted(first))
@@ -169,28 +183,51 @@ def _order(result: Scan, bad: list[tuple[int, int, str]]) -> None:
     result.lengths = array("q", (first[seq][1] for seq in result.seqs))
 
 
-def _name_gaps(result: Scan, bad: list[tuple[int, int, str]], started: bool) -> None:
-    """Turn bad ranges and missing seqs into Damage: a gap belongs to the bad range between its neighbours, if there is one."""
-    gaps = []  # (offset where the gap's first record should be, offset of the next intact record, first, last)
-    previous_seq, previous_end = (result.header or {}).get("first_seq", 1 if not started else None), 0
-    previous_seq = previous_seq - 1 if previous_seq is not None else (result.seqs[0] - 1 if result.seqs else 0)
+class _Gap(NamedTuple):
+    """Missing seqs, and the bytes between the intact records around them; `last` is None after the last record."""
+
+    start: int
+    end: int
+    first: int
+    last: int | None
+
+
+def _gaps(result: Scan, started: bool) -> list[_Gap]:
+    if result.header is not None:
+        expected = int(result.header["first_seq"])
+    elif not started and int(result.path.stem) == 1:
+        expected = 1
+    elif result.seqs:
+        expected = result.seqs[0]
+    else:
+        return []
+    gaps, end = [], 0
     for seq, offset, length in zip(result.seqs, result.offsets, result.lengths, strict=True):
-        if seq > previous_seq + 1:
-            gaps.append((previous_end, offset, previous_seq + 1, seq - 1))
-        previous_seq, previous_end = seq, offset + length
-    if not started and result.header is None and result.valid_length and not any(offset == 0 for offset, _, _ in bad):
+        if seq > expected:
+            gaps.append(_Gap(end, offset, expected, seq - 1))
+        expected, end = seq + 1, offset + length
+    return [*gaps, _Gap(end, result.size, expected, None)]
+
+
+def _name_gaps(result: Scan, bad: list[tuple[int, int, str]], started: bool) -> None:
+    """Turn bad ranges and missing seqs into Damage: a gap belongs to the first bad line between its neighbours.
+
+    What a bad line after the last intact record held, only the next journal tells.
+    """
+    if result.header is None and not started and result.valid_length and all(offset > 0 for offset, _, _ in bad):
         bad.append((0, 0, "no header line"))
-    named = set()
+    gaps = _gaps(result, started)
     for offset, length, reason in sorted(bad):
-        first = last = None
-        if not reason.startswith(("record", "damaged newline", "neither", "no header")):
-            for gap in gaps:
-                if gap[0] <= offset < gap[1] and gap not in named:
-                    named.add(gap)
-                    first, last = gap[2], gap[3]
-            if offset >= previous_end and (result.header is not None or offset > 0):
-                first = previous_seq + 1  # damage after the last intact record: what it held, only the next journal tells
+        found = None
+        if reason == _MISMATCH and (
+            started or result.header is not None or offset > 0
+        ):  # a bad first line is the header
+            found = next((gap for gap in gaps if gap.start <= offset < gap.end), None)
+        first, last = None, None
+        if found is not None:
+            gaps.remove(found)
+            first, last = found.first, found.last
         result.damage.append(Damage(str(result.path), offset, length, reason, first, last))
     for gap in gaps:
-        if gap not in named:
-            result.damage.append(Damage(str(result.path), gap[1], 0, "records missing", gap[2], gap[3]))
+        if gap.last is not None:
+            result.damage.append(Damage(str(result.path), gap.end, 0, "records missing", gap.first, gap.last))

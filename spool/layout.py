@@ -5,6 +5,7 @@ work of a process that may be alive or dead; nobody reads them.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,8 @@ def run_info(run: Path) -> dict[str, Any]:
 
 
 def manifest(segment: Path) -> dict[str, Any]:
-    """Raises OSError or ValueError when there is none or it is not JSON, NewerFormatError for a later format."""
-    found: dict[str, Any] = format.load_json((segment / format.MANIFEST_FILE).read_bytes())
+    """Raises OSError or ValueError when there is none or it is damaged, NewerFormatError for a later format."""
+    found = format.load_checked_json((segment / format.MANIFEST_FILE).read_bytes())
     format.check_format(found.get("format"), str(segment / format.MANIFEST_FILE))
     return found
 
@@ -93,12 +94,13 @@ def header(writer: Path) -> dict[str, Any]:
 
 def _header(source: Source) -> dict[str, Any]:
     if source.journal is not None:
-        with source.journal.open("rb") as file:
+        with suppress(FileNotFoundError), source.journal.open("rb") as file:  # sealed and removed since we looked
             line = file.readline().removesuffix(b"\n")
-        if format.is_intact(line) and format.seq_of_line(line) is None:
-            return format.decode(line)
-    if source.segment is not None and (source.segment / format.MANIFEST_FILE).is_file():
-        return manifest(source.segment).get("header") or {}
+            if format.is_intact(line) and format.seq_of_line(line) is None:
+                return format.decode(line)
+    if source.segment is not None:
+        with suppress(OSError, ValueError):
+            return manifest(source.segment).get("header") or {}
     return {}
 
 
@@ -106,17 +108,19 @@ def last_seq(writer: Path) -> int:
     """Seq of the last intact record of a writer, 0 when it has none."""
     for source in reversed(sources(writer)):
         if source.journal is not None:
-            found = scan(source.journal)
-            if found.seqs or found.header is not None:
-                return found.last_seq
-        if source.segment is not None and (source.segment / format.MANIFEST_FILE).is_file():
-            return int(manifest(source.segment)["last_seq"])
+            with suppress(FileNotFoundError):  # sealed and removed since we looked
+                found = scan(source.journal)
+                if found.seqs or found.header is not None:
+                    return found.last_seq
+        if source.segment is not None:
+            with suppress(OSError, ValueError):
+                return int(manifest(source.segment)["last_seq"])
     return 0
 
 
 def attempts(run: Path) -> list[Attempt]:
     """The run's attempts, oldest first: what a header says of the attempt it belongs to, from the lead writer where there is one."""
-    found = {}
+    found: dict[str, Attempt] = {}
     headers = [header(writer) for writer in writers(run)]
     for one in sorted((one for one in headers if one), key=lambda one: (not one.get("lead"), one.get("created_ns", 0))):
         attempt = one["attempt"]

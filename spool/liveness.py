@@ -31,7 +31,7 @@ def is_alive(header: dict[str, Any]) -> bool | None:
     pid, started = header.get("pid"), header.get("process_started")
     if not isinstance(pid, int) or started is None:
         return None
-    return _started(pid) == started
+    return bool(_started(pid) == started)
 
 
 def _boot_id() -> str | None:
@@ -40,7 +40,7 @@ def _boot_id() -> str | None:
 
 def _pid_namespace() -> str | None:
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return None
 

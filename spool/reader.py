@@ -5,6 +5,7 @@ Order is (writer, seq), never the clock. Damage is listed by `damage()`; everyth
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -56,7 +57,9 @@ class Spool:
         found = exact or [
             run
             for run in runs
-            if run.id.startswith(name) or fnmatchcase(run.id, name) or fnmatchcase(f"{run.project}/{run.experiment}", name)
+            if run.id.startswith(name)
+            or fnmatchcase(run.id, name)
+            or fnmatchcase(f"{run.project}/{run.experiment}", name)
         ]
         if not found:
             raise UnknownRunError(f"{self.path}: no run {name!r}; `spool ls {self.path}` lists them")
@@ -155,8 +158,9 @@ class WriterReader:
             segment = self._segment(source)
             if segment is not None:
                 parts.append(segment)
-                if source.journal is not None and source.journal.stat().st_size > segment.journal_length:
-                    parts.append(scan(source.journal, start=segment.journal_length))
+                with suppress(FileNotFoundError):  # sealed long enough ago to be removed just now
+                    if source.journal is not None and source.journal.stat().st_size > segment.journal_length:
+                        parts.append(scan(source.journal, start=segment.journal_length))
             elif source.journal is not None:
                 parts.append(scan(source.journal))
         self._check_chain(sources, parts)
@@ -169,7 +173,9 @@ class WriterReader:
             return Segment(source.segment)
         except (OSError, ValueError) as error:
             path = source.segment / format.MANIFEST_FILE
-            self._damage.append(Damage(str(path), 0, 0, f"manifest unreadable ({error}); its Parquet files are not read"))
+            self._damage.append(
+                Damage(str(path), 0, 0, f"manifest unreadable ({error}); its Parquet files are not read")
+            )
             return None
 
     def _check_chain(self, sources: list[layout.Source], parts: list["Segment | Scan"]) -> None:
@@ -179,19 +185,23 @@ class WriterReader:
         for part in parts:
             if isinstance(part, Segment):
                 path, first, last = part.folder, int(part.manifest["first_seq"]), part.last_seq
+                found = part.recorded_damage
             else:
-                path = part.path
-                first = (part.header or {}).get("first_seq", part.seqs[0] if part.seqs else expected)
+                path, found = part.path, part.damage
+                first = (part.header or {}).get("first_seq", part.seqs[0] if part.seqs and expected > 1 else expected)
                 last = part.last_seq if part.seqs or part.header else expected - 1
-                self._damage += [self._resolve(one, part, parts) for one in part.damage]
                 if part.is_torn and int(path.stem) != last_number and not self._was_given_up(part, parts):
                     reason = "incomplete last line of a journal that was followed by another"
                     self._damage.append(Damage(str(path), part.valid_length, part.size - part.valid_length, reason))
-            if first > expected:
-                self._damage.append(Damage(str(path), 0, 0, "journal or segment missing before this", expected, first - 1))
+            named = any(one.first_seq == expected and one.last_seq == first - 1 for one in self._damage)
+            if first > expected and not named:
+                self._damage.append(
+                    Damage(str(path), 0, 0, "journal or segment missing before this", expected, first - 1)
+                )
             expected = max(expected, last + 1)
+            self._damage += [self._resolve(one, part, parts) for one in found]
 
-    def _resolve(self, damage: Damage, part: Scan, parts: list["Segment | Scan"]) -> Damage:
+    def _resolve(self, damage: Damage, part: "Segment | Scan", parts: list["Segment | Scan"]) -> Damage:
         """What a damaged last line held, only the first seq of the next journal tells."""
         if damage.first_seq is None or damage.last_seq is not None:
             return damage
@@ -247,15 +257,28 @@ class WriterReader:
         """Rows of a table with seq > after_seq, in seq order, whole records, bounded in rows and text."""
         identity = table.Identity(self.path.parent.name, self.id, self.attempt)
         done = after_seq
-        for part in self._parts:
-            if part.last_seq <= done:
+        for known in self._parts:
+            if known.last_seq <= done:
                 continue
+            part = self._readable(known, name)
             if isinstance(part, Segment):
                 yield from part.batches(name, done, max_rows)
-            else:
+            elif part is not None:
                 for _, batch in table.batches(part.records(done), identity, [name], max_rows):
                     yield pa.Table.from_batches([batch])
-            done = max(done, part.last_seq)
+            done = max(done, known.last_seq)
+
+    def _readable(self, part: "Segment | Scan", name: str) -> "Segment | Scan | None":
+        """Where a part's records are now: of a damaged segment in its journal, of a journal sealed and removed in its segment."""
+        if isinstance(part, Segment):
+            if part.is_intact(name):
+                return part
+            journal = self.path / format.journal_name(part.manifest["number"])
+            return scan(journal) if journal.is_file() else None
+        if part.path.is_file():
+            return part
+        segment = Segment(self.path / format.segment_name(int(part.path.stem)))
+        return segment if segment.is_intact(name) else None
 
     def damage(self) -> list[Damage]:
         """What of this writer's records is damaged or missing. Reads every file of its segments."""
@@ -267,8 +290,6 @@ def last_state(spans: pa.Table) -> pa.Table:
     """Rows of spans → one row per span, the last recorded, in the order of their first record."""
     if not spans.num_rows:
         return spans
-    last: dict[tuple[str, str], int] = {}
     keys = zip(spans["trace_id"].to_pylist(), spans["span_id"].to_pylist(), strict=True)
-    for at, key in enumerate(keys):
-        last[key] = at
+    last = {key: at for at, key in enumerate(keys)}
     return spans.take(pc.cast(pa.array(list(last.values())), pa.int64()))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from dataclasses import fields as dataclass_fields
 from decimal import Decimal
+from math import isnan
 from operator import index
 from typing import Any
 
@@ -77,9 +78,9 @@ def step_number(step: object) -> tuple[int | None, bool]:
     if isinstance(step, bool):
         return None, False
     if isinstance(step, float) or hasattr(step, "is_integer"):
-        value, known = _ask(lambda: int(step) if step.is_integer() else None)  # type: ignore[union-attr, call-overload]
+        value, known = ask(lambda: int(step) if step.is_integer() else None)  # type: ignore[call-overload]
     else:
-        value, known = _ask(lambda: index(step))  # type: ignore[arg-type]
+        value, known = ask(lambda: index(step))  # type: ignore[arg-type]
     if known and type(value) is int and _MIN_STEP <= value <= _MAX_STEP:
         return value, True
     return None, False
@@ -89,7 +90,7 @@ def metric_parts(data: object, notes: Notes, redact: Redact = keep) -> list[Part
     """Flatten nested dicts with "/", make every value plain, and split so that no part has over MAX_KEYS or a key twice."""
     items = list(data.items()) if isinstance(data, Mapping) else [("value", data)]
     parts = [Part()]
-    for raw_key, value in _flatten("", items, 0):
+    for raw_key, value in _flatten("", items, (id(data),)):
         key = clean_text(raw_key, notes)
         part = parts[-1]
         if len(part) >= MAX_KEYS or key in part:
@@ -99,11 +100,19 @@ def metric_parts(data: object, notes: Notes, redact: Redact = keep) -> list[Part
     return parts
 
 
-def _flatten(prefix: str, items: Iterable[tuple[object, object]], depth: int) -> Iterable[tuple[str, object]]:
+def _flatten(
+    prefix: str, items: Iterable[tuple[object, object]], path: tuple[int, ...]
+) -> Iterable[tuple[str, object]]:
     for raw_key, value in items:
         key = prefix + (raw_key if isinstance(raw_key, str) else _repr(raw_key, Notes(), str))
-        if type(value) is not float and isinstance(value, Mapping) and value and depth < _MAX_DEPTH:
-            yield from _flatten(key + "/", list(value.items()), depth + 1)
+        if (
+            type(value) is not float
+            and isinstance(value, Mapping)
+            and value
+            and len(path) < _MAX_DEPTH
+            and id(value) not in path
+        ):
+            yield from _flatten(key + "/", list(value.items()), (*path, id(value)))
         else:
             yield key, value
 
@@ -132,11 +141,12 @@ def _digits(value: int) -> str:
 
 
 def _word(value: float) -> str:
-    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    return "NaN" if isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 _ITEM_NAMES = {("torch", "Tensor")} | {
-    ("numpy", name) for name in ("float32", "float16", "int8", "int16", "uint8", "uint16", "uint32", "uint64", "ndarray")
+    ("numpy", name)
+    for name in ("float32", "float16", "int8", "int16", "uint8", "uint16", "uint32", "uint64", "ndarray")
 }
 ITEM_TYPES: set[type] = set()
 """numpy's and torch's own types, admitted when first met: their `item()` is exact, and known not to run foreign code."""
@@ -152,7 +162,7 @@ def scalar(value: object) -> tuple[Any, bool]:
     if kind in ITEM_TYPES:
         try:
             plain = value.item()  # type: ignore[attr-defined]
-        except (RuntimeError, ValueError, TypeError, NotImplementedError):  # many elements, or a meta tensor without any
+        except (RuntimeError, ValueError, TypeError):  # many elements, or a meta tensor without any
             return value, False
         if type(plain) in (float, int, bool):
             return plain, True
@@ -171,13 +181,13 @@ def scalar(value: object) -> tuple[Any, bool]:
         return (value, True) if value.is_finite() else (float(value) if not value.is_snan() else float("nan"), True)
     item = getattr(type(value), "item", None)
     if item is not None:
-        plain, known = _ask(lambda: item(value))
+        plain, known = ask(lambda: item(value))
         if known and isinstance(plain, (bool, int, float, str)):
             return plain, True
         if known and type(plain) is not type(value):
             return value, False
     if hasattr(type(value), "__float__"):
-        plain, known = _ask(lambda: float(value))  # type: ignore[arg-type]
+        plain, known = ask(lambda: float(value))  # type: ignore[arg-type]
         if known:
             return plain, True
     return value, False
@@ -190,7 +200,7 @@ def jsonable(value: object, notes: Notes, redact: Redact = keep, depth: int = 0,
     object becomes its repr.
     """
     plain, known = scalar(value)
-    if known and not _ask(lambda: value.ndim)[0]:  # type: ignore[attr-defined] # a one-element array is a list here
+    if known and not ask(lambda: value.ndim)[0]:  # type: ignore[attr-defined] # a one-element array is a list here
         if isinstance(plain, str):
             return clean_text(redact(plain), notes)
         if isinstance(plain, Decimal):
@@ -206,7 +216,7 @@ def jsonable(value: object, notes: Notes, redact: Redact = keep, depth: int = 0,
             children = {one.name: getattr(value, one.name, None) for one in dataclass_fields(value)}
         for method in ("model_dump", "tolist"):
             if hasattr(type(value), method):
-                children, known = _ask(getattr(value, method))
+                children, known = ask(getattr(value, method))
                 children = children if known else value
         inner = (*path, id(value))
         if isinstance(children, Mapping):
@@ -223,13 +233,13 @@ def jsonable(value: object, notes: Notes, redact: Redact = keep, depth: int = 0,
 
 def _repr(value: object, notes: Notes, show: Callable[[object], str] = repr) -> str:
     notes.untaken.append(type(value).__qualname__)
-    text, known = _ask(lambda: show(value))
+    text, known = ask(lambda: show(value))
     if not known or not isinstance(text, str):
         return f"<{type(value).__qualname__} whose {show.__name__} fails>"
     return text if len(text) <= MAX_REPR_CHARS else f"{text[:MAX_REPR_CHARS]}… ({len(text)} characters)"
 
 
-def _ask(question: Callable[[], object]) -> tuple[Any, bool]:
+def ask(question: Callable[[], object]) -> tuple[Any, bool]:
     """(answer, True), or (None, False) when the user's object raises: its code may raise anything, and logging must not."""
     try:
         return question(), True
@@ -237,10 +247,13 @@ def _ask(question: Callable[[], object]) -> tuple[Any, bool]:
         return None, False
 
 
-def generation_body(row: object, position: int, split: str, notes: Notes, redact: Redact = keep) -> dict[str, Any]:
+def generation_body(row: object, position: int, split: object, notes: Notes, redact: Redact = keep) -> dict[str, Any]:
     """One generation: known columns by name, everything else in `extra`; texts stay whole at any length."""
     fields = dict(row) if isinstance(row, Mapping) else {"output": row}
-    body: dict[str, Any] = {"split": clean_text(split, notes), "index": position}
+    body: dict[str, Any] = {
+        "split": clean_text(split if isinstance(split, str) else shown(split), notes),
+        "index": position,
+    }
     own_index, known = scalar(fields.get("index"))
     if known and type(own_index) is int and _MIN_STEP <= own_index <= _MAX_STEP:
         body["index"] = own_index
@@ -252,7 +265,9 @@ def generation_body(row: object, position: int, split: str, notes: Notes, redact
                 body[column] = value
     score, known = scalar(fields.get("score"))
     if known and isinstance(score, (bool, int, float, Decimal)):
-        body["score"] = jsonable(float(score), notes)
+        body["score"] = jsonable(
+            float(Decimal(score)), notes
+        )  # infinity beyond the largest double, where float(int) raises
         del fields["score"]
     if fields:
         body["extra"] = jsonable(fields, notes, redact)

@@ -3,14 +3,33 @@
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
-from spool.record import Redact
+from spool.record import Redact, ask
 
 MASK = "[masked]"
 
-_SECRET_WORDS = {"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey", "authorization"}
-_SECRET_PAIRS = {("api", "key"), ("access", "key"), ("private", "key"), ("secret", "key"), ("auth", "token"), ("access", "token")}
+_SECRET_WORDS = {
+    "password",
+    "passwd",
+    "passphrase",
+    "secret",
+    "secrets",
+    "credential",
+    "credentials",
+    "apikey",
+    "authorization",
+}
+_SECRET_PAIRS = {
+    ("api", "key"),
+    ("access", "key"),
+    ("private", "key"),
+    ("secret", "key"),
+    ("auth", "token"),
+    ("access", "token"),
+}
 _TOKEN_TAILS = {"token"}  # "hf_token" is a secret, "max_tokens", "token2text" and "tokenizer" are not
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_TEXT = re.compile(
@@ -32,7 +51,7 @@ def is_secret_name(key: str) -> bool:
     words = [word.lower() for word in _WORDS.findall(key)]
     return (
         bool(_SECRET_WORDS.intersection(words))
-        or bool(_SECRET_PAIRS.intersection(zip(words, words[1:], strict=False)))
+        or bool(_SECRET_PAIRS.intersection(pairwise(words)))
         or (bool(words) and words[-1] in _TOKEN_TAILS and len(words) > 1)
     )
 
@@ -80,11 +99,17 @@ class Patterns:
         return text
 
 
+def _mask_by(redact: Redact, text: str) -> str:
+    """Logging must not fail, and what a failing function was to hide must not reach the disk: the text is masked whole."""
+    masked, known = ask(lambda: redact(text))
+    return masked if known and isinstance(masked, str) else MASK
+
+
 def capture(redact: Redact | Iterable[str] | None) -> Redact | None:
     """`redact=` of `init`: a function from text to text, or regular expressions; by default SPOOL_REDACT, one a line."""
     if redact is None:
         redact = [line for line in os.environ.get("SPOOL_REDACT", "").splitlines() if line]
     if isinstance(redact, Callable):  # type: ignore[arg-type]
-        return redact  # type: ignore[return-value]
+        return partial(_mask_by, redact)
     patterns = [redact] if isinstance(redact, str) else list(redact)  # type: ignore[arg-type]
     return Patterns(patterns) if patterns else None

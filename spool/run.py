@@ -6,6 +6,7 @@ A call becomes records in the caller's thread and is in the kernel when it retur
 import atexit
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from typing import Any
 
 from spool import files, format, histogram, layout
 from spool.errors import WriteError
-from spool.record import Notes, Redact, clean_text, generation_body, jsonable, keep, shown, step_number
+from spool.record import Notes, Redact, generation_body, jsonable, keep, shown, step_number
 from spool.redact import Patterns
 from spool.span import Span
 from spool.writer import Writer, warn
@@ -24,6 +25,8 @@ from spool.writer import Writer, warn
 STATUSES = ("finished", "failed", "preempted", "killed")
 _STEPS = range(-(2**63), 2**63)
 _MAX_HASHED_BYTES = 1 << 30
+_OF_SPAN = ("trace_id", "span_id", "parent_id", "start", "end")
+"""Made by us, and never masked: a pattern that hits an id would tear the tree apart."""
 
 
 class Run:
@@ -61,6 +64,8 @@ class Run:
         self._bad_steps = 0
         self._masked = 0
         self._writer: Writer | None = self._open_writer(continues)
+        self._forked = self._writer
+        self._rejoining = threading.Lock()
         _open_runs.add(self)
 
     def _open_writer(self, continues: dict[str, Any] | None = None) -> Writer:
@@ -125,8 +130,8 @@ class Run:
     def _record_span(self, span: Span, body: dict[str, Any]) -> None:
         ts = time.time_ns()
         notes = Notes()
-        plain = {key: jsonable(value, notes, self._redact) for key, value in body.items()}
-        for key in ("name", "type", "message"):
+        plain = {key: value if key in _OF_SPAN else jsonable(value, notes, self._redact) for key, value in body.items()}
+        for key in ("name", "type", "status", "message"):
             if key in plain and not isinstance(plain[key], str):
                 plain[key] = str(plain[key])
         for key in ("sample_index", "rollout_n"):
@@ -134,7 +139,6 @@ class Run:
                 plain[key] = step_number(body[key])[0]
         if "validate" in plain:
             plain["validate"] = bool(plain["validate"])
-        plain |= {key: body[key] for key in ("start", "end") if key in body}
         self._say(notes)
         self._append(ts, span.step, [format.span_body(plain, notes.replaced)])
 
@@ -156,13 +160,16 @@ class Run:
         source = Path(path)
         root = source if source.is_dir() else source.parent
         for file in sorted(one for one in source.rglob("*") if one.is_file()) if source.is_dir() else [source]:
-            shown_name = name if name and not source.is_dir() else str(Path(name or source.name) / file.relative_to(root))
+            shown_name = (
+                name if name and not source.is_dir() else str(Path(name or source.name) / file.relative_to(root))
+            )
             try:
                 sha256, size = files.publish_content(file, self.path / "files")
             except OSError as error:
                 self._refuse(f"{file}: not saved ({error})", error)
                 continue
-            self._event("file", {"name": shown_name if source.is_dir() or name else file.name, "size": size, "sha256": sha256})
+            shown_name = shown_name if source.is_dir() or name else file.name
+            self._event("file", {"name": shown_name, "size": size}, exact={"sha256": sha256})
 
     def log_input(self, path: str | os.PathLike[str], role: str = "data") -> None:
         """Record which data or model was used: path, size, rows (Parquet, JSONL), sha256 (up to 1 GiB). Nothing is copied."""
@@ -178,7 +185,7 @@ class Run:
         except OSError as error:
             self._refuse(f"{source}: cannot describe this input ({error})", error)
             body["error"] = str(error)
-        self._event("input", body)
+        self._event("input", body, exact={"sha256": body["sha256"]} if "sha256" in body else None)
 
     def finish(self, status: str = "finished") -> None:
         """Record the end, seal what is left, and print the counts and the command that replays the run. Idempotent.
@@ -195,16 +202,13 @@ class Run:
         body: dict[str, Any] = {"status": status, "lead": self.is_lead, "counts": self._counts()}
         if self.is_lead:
             body["roster"] = self._roster(writer)
-        self._event("finish", body)
-        writer.close()
+        error = writer.close(time.time_ns(), [format.event_body("finish", jsonable(body, Notes()))])
         _unexport(self)
         if self.is_lead:
-            print(
-                f"spool: {status}, {writer.seq} records by this process in {self.path}\n"
-                f"spool: to replay: spool-sync {self.path.parent} --to mlflow --run {self.id}",
-                file=sys.stderr,
-                flush=True,
-            )
+            warn(f"{status}, {writer.seq} records by this process in {self.path}")
+            warn(f"to replay: spool-sync {self.path.parent} --to mlflow --run {self.id}")
+        if error is not None and self._strict:
+            raise WriteError(f"{writer.path}: could not write the finish record ({error})") from error
 
     def _counts(self) -> dict[str, Any]:
         self._masked = self._redact.masked if isinstance(self._redact, Patterns) else 0
@@ -213,15 +217,20 @@ class Run:
 
     def _roster(self, own: Writer) -> dict[str, Any]:
         """Every writer of the run and how far it had got: what a reader of a copy needs to know that it has all."""
-        roster = {path.name: {"seq": layout.last_seq(path)} for path in layout.writers(self.path) if path.name != own.id}
+        roster = {
+            path.name: {"seq": layout.last_seq(path)} for path in layout.writers(self.path) if path.name != own.id
+        }
         return {**roster, own.id: own.head()}
 
     # --- how
 
-    def _event(self, kind: str, body: dict[str, Any], step: int | None = None) -> None:
+    def _event(
+        self, kind: str, body: dict[str, Any], step: int | None = None, exact: dict[str, Any] | None = None
+    ) -> None:
+        """Record an event; what is `exact` (our own ids and hashes) is never masked."""
         ts = time.time_ns()
         notes = Notes()
-        plain = jsonable(body, notes, self._redact)
+        plain = {**jsonable(body, notes, self._redact), **(exact or {})}
         self._say(notes)
         self._append(ts, step, [format.event_body(kind, plain, notes.replaced)])
 
@@ -233,7 +242,13 @@ class Run:
 
     def _rejoin(self) -> Writer:
         """The first record of a forked child: it becomes a new writer of the same attempt, and cannot finish the run."""
-        self._writer = self._open_writer()
+        with self._rejoining:
+            if self._writer is None:
+                try:
+                    self._writer = self._open_writer()
+                except OSError as error:
+                    self._forked.refuse(f"this forked process cannot begin a journal of its own: {error}")
+                    return self._forked
         return self._writer
 
     def _step(self, step: object) -> int | None:
@@ -261,10 +276,11 @@ class Run:
             warn(message)
 
     def _after_fork(self) -> None:
-        if self._writer is not None:
-            self._writer.abandon()
-        self._writer = None
         self.is_lead = False
+        if self._status is None and self._writer is not None:  # a finished run stays finished in the child
+            self._writer.abandon()
+            self._forked, self._writer = self._writer, None
+            self._rejoining = threading.Lock()
 
     def __enter__(self) -> "Run":
         return self
@@ -309,7 +325,7 @@ _exported_by = 0
 
 def export(run: Run) -> None:
     """Let child processes (Ray actors, ranks, forks) find the run with no other communication."""
-    global _exported_by
+    global _exported_by  # noqa: PLW0603 - the environment it speaks of is as global
     _exported_by = os.getpid()
     _exported.update(SPOOL_DIR=str(run.path.parent), SPOOL_RUN_ID=run.id, SPOOL_ATTEMPT=run.attempt)
     os.environ.update(_exported)

@@ -32,8 +32,7 @@ def seal(journal: Path) -> None:
     target = journal.parent / format.segment_name(int(journal.stem))
     if target.is_dir():
         return
-    for leftover in files.unfinished(target):
-        files.remove(leftover)
+    files.remove_unfinished(target)
     scanned = scan(journal)
     attempt = (scanned.header or {}).get("attempt", {}).get("id") or _attempt_of_siblings(journal)
     identity = table.Identity(journal.parent.parent.name, journal.parent.name, attempt)
@@ -56,8 +55,11 @@ def remove_sealed(journal: Path) -> bool:
     folder = journal.parent / format.segment_name(int(journal.stem))
     if not journal.is_file() or not (folder / format.MANIFEST_FILE).is_file():
         return False
-    found = segment.Segment(folder)
-    if journal.stat().st_size != found.journal_length or found.damage():
+    try:
+        found = segment.Segment(folder)
+    except ValueError:
+        return False
+    if journal.stat().st_size != found.journal_length or found.recorded_damage or found.damage():
         return False
     if files.sha256_file(journal) != found.manifest["journal"]["sha256"]:
         return False

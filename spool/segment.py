@@ -7,6 +7,9 @@ pyarrow versions, so the sha256 per file in the manifest is for integrity only.
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,7 @@ def write(journal: Scan, identity: table.Identity) -> Path:
         counts = _write_tables(folder, journal, identity)
         _check_read_back(folder, counts)
         manifest = _manifest(folder, journal, identity, number, counts)
-        (folder / f"{format.MANIFEST_FILE}.part").write_bytes(format.dump_json(manifest))
+        (folder / f"{format.MANIFEST_FILE}.part").write_bytes(format.checked_json(manifest))
 
     files.publish_folder(target, fill)
     return target
@@ -102,10 +105,7 @@ def _manifest(
         "journal": {"length": journal.valid_length, "sha256": journal.sha256},
         "header": journal.header,
         "tables": tables,
-        "damaged": [
-            {"offset": one.offset, "length": one.length, "reason": one.reason, "first_seq": one.first_seq, "last_seq": one.last_seq}
-            for one in journal.damage
-        ],
+        "damaged": [{key: value for key, value in asdict(one).items() if key != "path"} for one in journal.damage],
         "pyarrow": pa.__version__,
     }
 
@@ -119,8 +119,9 @@ class Segment:
     """A published segment, read-only. The Parquet files are opened when asked for, the manifest at once."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError or OSError when the manifest is missing or not JSON; NewerFormatError for a later format."""
+        """Raises ValueError or OSError when the manifest is missing or damaged; NewerFormatError for a later format."""
         self.folder = folder
+        self._intact: dict[str, bool] = {}
         self.manifest = layout.manifest(folder)
 
     @property
@@ -132,7 +133,10 @@ class Segment:
         return int(self.manifest["journal"]["length"])
 
     def batches(self, name: str, after_seq: int, max_rows: int) -> Iterator[pa.Table]:
-        """Rows with seq > after_seq in seq order, about `max_rows` at a time, never a part of a record."""
+        """Rows with seq > after_seq in seq order, about `max_rows` at a time, never a part of a record.
+
+        Only for a table that `is_intact`: Parquet itself would hand out some damaged values in silence.
+        """
         entry = self.manifest["tables"].get(name)
         if entry is None or entry["last_seq"] <= after_seq:
             return
@@ -141,7 +145,8 @@ class Segment:
             for batch in file.iter_batches(batch_size=max_rows):
                 seqs = batch.column("seq")
                 start = _first(seqs, lambda seq: seq > after_seq)
-                end = _first(seqs, lambda seq, last=seqs[-1].as_py(): seq >= last)
+                last = seqs[-1].as_py()
+                end = _first(seqs, partial(le, last))
                 if end > start:
                     yield pa.Table.from_batches([*held, batch.slice(start, end - start)])
                     held = []
@@ -150,20 +155,25 @@ class Segment:
         if held:
             yield pa.Table.from_batches(held)
 
-    def damage(self) -> list[Damage]:
-        """What the journal had lost when it was sealed, and files that are not what the manifest says."""
+    def is_intact(self, name: str) -> bool:
+        """Whether a table's file is what the manifest says; hashed once, when first asked."""
+        if name not in self._intact:
+            entry, path = self.manifest["tables"].get(name), self.folder / f"{name}.parquet"
+            self._intact[name] = entry is None or (path.is_file() and files.sha256_file(path) == entry["sha256"])
+        return self._intact[name]
+
+    @property
+    def recorded_damage(self) -> list[Damage]:
+        """What the journal had lost when it was sealed."""
         journal = self.folder.parent / format.journal_name(self.manifest["number"])
-        found = [
-            Damage(str(journal), one["offset"], one["length"], one["reason"], one["first_seq"], one["last_seq"])
-            for one in self.manifest["damaged"]
-        ]
+        return [Damage(path=str(journal), **one) for one in self.manifest["damaged"]]
+
+    def damage(self) -> list[Damage]:
+        """Files that are not what the manifest says."""
+        found = []
         for name, entry in self.manifest["tables"].items():
             path = self.folder / f"{name}.parquet"
-            if not path.is_file():
-                reason = "file missing"
-            elif files.sha256_file(path) != entry["sha256"]:
-                reason = "sha256 is not the manifest's"
-            else:
-                continue
-            found.append(Damage(str(path), 0, entry["size_bytes"], reason, entry["first_seq"], entry["last_seq"]))
+            if not self.is_intact(name):
+                reason = "sha256 is not the manifest's" if path.is_file() else "file missing"
+                found.append(Damage(str(path), 0, entry["size_bytes"], reason, entry["first_seq"], entry["last_seq"]))
         return found

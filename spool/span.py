@@ -60,8 +60,12 @@ class Span:
         return self._clock_ns > 0
 
     def start(self) -> "Span":
-        """Take ids and time, become the current span of this context, and record the start."""
+        """Take ids and time, become the current span of this context, and record the start. Once: then it changes nothing."""
+        if self.is_open:
+            return self
         self._outer = _current.get()
+        while self._outer is not None and not self._outer.is_open:  # ended by another thread or task, or out of order
+            self._outer = self._outer._outer
         parent = self._parent or self._outer
         self.span_id = os.urandom(8).hex()
         self.trace_id = parent.trace_id if parent else os.urandom(16).hex()

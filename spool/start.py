@@ -14,7 +14,7 @@ from spool.errors import NotASpoolError, SpoolError, UnknownRunError
 from spool.record import Notes, Redact, jsonable, keep
 from spool.redact import capture, mask_tree
 from spool.run import Run, export, inherited
-from spool.writer import DURABILITIES
+from spool.writer import DURABILITIES, warn
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,199}")
 _MAX_SLUG = 40
@@ -70,7 +70,20 @@ def init(
     experiment = experiment or os.environ.get("SPOOL_EXPERIMENT")
     wanted = _wanted_run(root, run_id, project)
     try:
-        return _enter(root, wanted, project, experiment, config, resume, role, durability, mask, resumed_from_step, may_leave, strict)
+        return _enter(
+            root,
+            wanted,
+            project,
+            experiment,
+            config,
+            resume,
+            role,
+            durability,
+            mask,
+            resumed_from_step,
+            may_leave,
+            strict,
+        )
     except OSError as error:
         raise NotASpoolError(
             f"{error.filename or root}: cannot write the spool here ({error.strerror or error}); choose another folder with dir= or SPOOL_DIR"
@@ -110,8 +123,12 @@ def _enter(
     begun = None
     if wanted is None or not (root / wanted / format.RUN_FILE).is_file():
         if resume == "must":
-            raise UnknownRunError(f'{root}: no run {wanted or "named"} to resume; name one with run_id=, or use resume=True')
-        begun = _mint(root, wanted, project or "default", experiment or _script(), plain_config, may_leave)
+            raise UnknownRunError(
+                f"{root}: no run {wanted or 'named'} to resume; name one with run_id=, or use resume=True"
+            )
+        begun = _mint(
+            root, wanted, project or "default", experiment or _script(), plain_config, may_leave, mask or keep
+        )
     path = begun or root / str(wanted)
     info = layout.run_info(path)
     continues = None
@@ -128,14 +145,16 @@ def _enter(
         path, info, attempt, is_lead=is_lead, continues=continues, durability=durability, redact=mask, strict=strict
     )
     if is_lead:
-        description = {"attempt": run.attempt, "continues": continues, "config": plain_config}
-        run._event("attempt", {**description, "resumed_from_step": resumed_from_step, **environment.describe()})
+        ours = {"attempt": run.attempt, "continues": continues, "resumed_from_step": resumed_from_step}
+        run._event("attempt", {"config": plain_config, **environment.describe()}, exact=ours)
         export(run)
-        print(f"spool: run {run.id} in {path}", file=sys.stderr, flush=True)
+        warn(f"run {run.id} in {path}")
     return run
 
 
-def _mint(root: Path, wanted: str | None, project: str, experiment: str, config: Any, may_leave: bool) -> Path | None:
+def _mint(
+    root: Path, wanted: str | None, project: str, experiment: str, config: Any, may_leave: bool, mask: Redact
+) -> Path | None:
     """Publish run.json, once and only once; None when another process was first: then this one joins."""
     path = root / (wanted or _new_run_id(experiment))
     files.make_folder(path)
@@ -148,7 +167,7 @@ def _mint(root: Path, wanted: str | None, project: str, experiment: str, config:
         "attempt": {"id": _attempt_id(1), "number": 1},
         "may_leave": may_leave,
         "config": config,
-        **jsonable(environment.describe(), Notes()),
+        **jsonable(environment.describe(), Notes(), mask),
     }
     try:
         files.publish_file(path / format.RUN_FILE, format.dump_json(info))

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -39,13 +40,14 @@ _FINISHED = "the run is finished"
 
 
 def warn(message: str) -> None:
-    print(f"spool: {message}", file=sys.stderr, flush=True)
+    """One line on stderr; where nobody listens any more (closed, a broken pipe), training goes on all the same."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(f"spool: {message}", file=sys.stderr, flush=True)
 
 
 class Writer:
-    def __init__(
-        self, folder: Path, header: dict[str, Any], durability: str = "interval"
-    ) -> None:
+    def __init__(self, folder: Path, header: dict[str, Any], durability: str = "interval") -> None:
         """Create the writer's folder and first journal. Durable when this returns; raises OSError when it cannot be.
 
         `header` holds run, attempt, lead and what the attempt continues; the writer adds the rest.
@@ -59,7 +61,8 @@ class Writer:
         self._durability = durability
         self._lock = threading.RLock()
         self._busy = False
-        self._queue: deque[tuple[int, int | None, list[bytes]] | None] = deque()
+        self._queue: deque[tuple[int, int | None, list[bytes]]] = deque()
+        self._last_words: tuple[int, list[bytes]] | None = None
         self._lost: Counter[str] = Counter()
         self._loss_reason = ""
         self._warned_s = float("-inf")
@@ -69,7 +72,7 @@ class Writer:
         self._sealed: deque[tuple[Path, float]] = deque()
         files.make_folder(folder)
         self._number = 1
-        self._descriptor, self._size = journal.create(folder, 1, self._next_header(None))
+        self._descriptor, self._size = journal.create(folder, 1, self._next_header(1, None))
         self._opened_s = time.monotonic()
         self._synced_seq = -1
         self._sync()
@@ -90,33 +93,42 @@ class Writer:
         Does not raise for a failing disk: the records are counted as lost, and the last error is returned.
         """
         error = None
-        with self._lock:
-            if self._busy:  # this thread is inside this method already: the outer call writes it
-                self._queue.append((ts, step, bodies))
-                return None
-            self._busy = True
-            try:
-                error = self._write(ts, step, bodies)
-            finally:
-                self._busy = False
-                if self._queue:
-                    self._drain()
+        try:
+            with self._lock:
+                if self._busy:  # this thread is inside this method already: the outer call writes it
+                    self._queue.append((ts, step, bodies))
+                    return None
+                self._busy = True
+                try:
+                    error = self._write(ts, step, bodies)
+                finally:
+                    self._busy = False
+                    if self._queue:
+                        self._drain()
+        finally:
+            if self._last_words is not None:  # outside the lock: it waits for the background thread
+                self.close(*self._last_words)
         return error
 
     def _drain(self) -> None:
-        """Do what calls from inside a call have left."""
+        """Do what calls from inside a call have left, in their order."""
         while self._queue and not self._busy:
-            queued = self._queue.popleft()
-            if queued is None:
-                self.close()
-            else:
-                self.append(*queued)
+            ts, step, bodies = self._queue[0]
+            seq, self._busy = self.seq, True
+            try:
+                self._write(ts, step, bodies)
+                bodies.clear()
+            finally:  # a signal handler may raise here too: what is not written stays queued
+                self._busy = False
+                del bodies[: self.seq - seq]
+                if not bodies:
+                    self._queue.popleft()
 
     def _write(self, ts: int, step: int | None, bodies: list[bytes]) -> OSError | None:
         failure = None
         ordinal = None
         if step is None and format.table_of_body(bodies[0]) in ("metrics", "generations"):
-            ordinal = self.ordinal + 1
+            ordinal = self.ordinal = self.ordinal + 1
         for body in bodies:
             seq, size = self.seq + 1, self._size
             line = format.record_line(seq, ts, step, ordinal, body)
@@ -135,7 +147,6 @@ class Writer:
                 if not self._unwritable:
                     self._settle(seq, size, line)
                 raise
-        self.ordinal = ordinal or self.ordinal
         if self._size >= SEAL_BYTES:
             self._wake.set()
         return failure
@@ -161,11 +172,14 @@ class Writer:
         self._loss_reason = str(error)
         if not self._unwritable:
             self._take_back()
+        lost = ", ".join(f"{count} of {name}" for name, count in sorted(self._lost.items()))
+        self._warn_at_times(f"{self.path}: could not write ({error}); records lost so far: {lost}; training goes on")
+
+    def _warn_at_times(self, message: str) -> None:
         now = time.monotonic()
         if now - self._warned_s >= WARN_EACH_S:
             self._warned_s = now
-            lost = ", ".join(f"{count} of {name}" for name, count in sorted(self._lost.items()))
-            warn(f"{self.path}: could not write ({error}); records lost so far: {lost}; training goes on")
+            warn(message)
 
     # --- what the background thread does
 
@@ -184,6 +198,8 @@ class Writer:
             self._last_write_s = now
             self.event("alive", {})
         self._report_losses()
+        if self._stop.is_set():
+            return
         age_s = now - self._opened_s
         is_due = self._size >= SEAL_BYTES or (age_s >= SEAL_AFTER_S and self._size >= SEAL_AFTER_MIN_BYTES)
         if is_due or self._unwritable or not self._sync_reports():
@@ -223,11 +239,11 @@ class Writer:
             else:
                 self.counts.update({"lost": sum(lost.values())})
 
-    def _next_header(self, previous: dict[str, Any] | None) -> dict[str, Any]:
+    def _next_header(self, number: int, previous: dict[str, Any] | None) -> dict[str, Any]:
         return {
             "run": self._header["run"],
             **self._header,
-            "journal": self._number,
+            "journal": number,
             "first_seq": self.seq + 1,
             "first_ordinal": self.ordinal + 1,
             "previous": previous,
@@ -237,36 +253,54 @@ class Writer:
     def _rotate(self) -> None:
         """Begin the next journal and hand the full one to the sealer. The lock is held for the last few kilobytes only."""
         old_path, old = self.path, self._descriptor
-        digest, hashed = hashlib.sha256(), 0
+        new_path = self.folder / format.journal_name(self._number + 1)
+        new = None
         try:
-            new = files.create_append(self.folder / format.journal_name(self._number + 1))
+            new = files.create_append(new_path)
+            if not self._switch(new):
+                files.close(new)
+                files.remove(new_path)
+                return
         except OSError as error:
-            warn(f"{self.folder}: cannot begin journal {self._number + 1} ({error}); {old_path.name} goes on")
+            if new is not None:
+                files.close(new)
+                with suppress(OSError):
+                    files.remove(new_path)
+            self._warn_at_times(f"{self.folder}: cannot begin {new_path.name} ({error}); {old_path.name} goes on")
             return
-        hashed = _hash_on(old, digest, hashed, self._size)
-        with self._lock:
-            if self._stop.is_set():
-                files.close(new)
-                files.remove(self.folder / format.journal_name(self._number + 1))
-                return
-            _hash_on(old, digest, hashed, self._size)
-            self._number += 1
-            header = format.header_line(self._next_header({"length": self._size, "sha256": digest.hexdigest()}))
-            if files.write(new, header) != len(header):
-                self._number -= 1
-                files.close(new)
-                files.remove(self.folder / format.journal_name(self._number + 1))
-                return
-            self._header.pop("continues", None)  # said once, in the attempt's first journal
-            self._descriptor, self._size, self._unwritable = new, len(header), ""
-            self._opened_s = time.monotonic()
         try:
             files.sync_data(old)
             files.sync_data(new)
-            files.close(old)
         except OSError as error:
             self.event("loss", {"suspect": [1, self.seq], "reason": f"{old_path.name}: fdatasync: {error}"})
+        with suppress(OSError):  # its bytes are synced, or counted as suspect
+            files.close(old)
         self._to_seal.append(old_path)
+
+    def _switch(self, new: int) -> bool:
+        """Write the header of the next journal and go on there; False when the run is finished meanwhile."""
+        digest = hashlib.sha256()
+        hashed = _hash_on(self._descriptor, digest, 0, self._size)
+        with self._lock:
+            if self._stop.is_set():
+                return False
+            self._busy = True  # a `__del__` that logs between hash and switch must not add to what is hashed
+            try:
+                _hash_on(self._descriptor, digest, hashed, self._size)
+                previous = {"length": self._size, "sha256": digest.hexdigest()}
+                header = format.header_line(self._next_header(self._number + 1, previous))
+                if files.write(new, header) != len(header):
+                    raise OSError("short write; is the disk full?")
+                self._header.pop("continues", None)  # said once, in the attempt's first journal
+                self._number += 1
+                self._descriptor, self._size, self._unwritable = new, len(header), ""
+                self._opened_s = time.monotonic()
+            finally:
+                self._busy = False
+                self._drain()
+        if self._last_words is not None:
+            self.close(*self._last_words)
+        return True
 
     def _tend_sealing(self, now: float) -> None:
         """One child at a time; it seals one journal, then removes those that have been redundant for long enough."""
@@ -297,15 +331,24 @@ class Writer:
         """How far this writer has got, for the roster."""
         return {"seq": self.seq, "journal": self._number, "length": self._size}
 
-    def close(self) -> None:
-        """Sync, close and seal what is left, waiting for the sealing child. Idempotent."""
+    def close(self, ts: int = 0, last: list[bytes] | None = None) -> OSError | None:
+        """Write the last record, sync, close and seal what is left, waiting for the sealing child. Idempotent.
+
+        Nothing follows the last record: another thread's call comes before it or is refused. Returns the error that kept
+        it from being written.
+        """
+        error = None
         with self._lock:
             if self._busy:  # a signal handler that finishes the run in the middle of a write: the write goes first
-                self._queue.append(None)
-                return
+                self._last_words = (ts, last or [])
+                return None
             if self._unwritable == _FINISHED:
-                return
+                return None
+            self._last_words = None
+            self._drain()
             self._report_losses()
+            if last:
+                error = self.append(ts, None, last)
             self._unwritable = _FINISHED
             self._stop.set()
         self._wake.set()
@@ -318,6 +361,7 @@ class Writer:
         except OSError as error:
             warn(f"{self.path}: the last records may not survive a power cut ({error})")
         self._seal_rest()
+        return error
 
     def _seal_rest(self) -> None:
         if self._sealing is not None:
@@ -333,9 +377,14 @@ class Writer:
         """In a forked child: drop lock, descriptor and buffers. The parent's writer is untouched."""
         self._lock = threading.RLock()
         self._queue.clear()
-        self._unwritable = _FINISHED
         self._sealing = None
-        files.close(self._descriptor)
+        if self._unwritable != _FINISHED:  # otherwise the number may be another file's by now
+            self._unwritable = _FINISHED
+            files.close(self._descriptor)
+
+    def refuse(self, reason: str) -> None:
+        """Count every later record as lost."""
+        self._unwritable = reason
 
 
 def _hash_on(descriptor: int, digest: "hashlib._Hash", start: int, end: int) -> int:

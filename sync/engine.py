@@ -50,7 +50,7 @@ class Replay:
     def __init__(self, run: RunReader, state: RunState, destination: Destination, folder: Path) -> None:
         self._run, self._state, self._destination, self._folder = run, state, destination, folder
         self._writers = run.writers()
-        self._attempt = run.attempts()[-1].id
+        self._attempt = next((attempt.id for attempt in reversed(run.attempts())), None)
         self._upto = {writer.id: writer.last_seq for writer in self._writers}
         """What is recorded later is left to a later sync; otherwise a busy run would never end."""
         self.total = len(TABLES) * sum(self._upto.values())
@@ -93,9 +93,16 @@ class Replay:
         except RejectedRecordError as error:
             report.rejections.append(f"config, tags or status: {error}")
             missing = []
-        self._cursor.delivered = {writer.id: dict.fromkeys(TABLES, self._upto[writer.id]) for writer in self._writers}
         self._conclude(missing)
-        self._cursor.save()
+        if not report.problem:
+            delivered = {writer.id: dict.fromkeys(TABLES, self._upto[writer.id]) for writer in self._writers}
+            self._cursor.delivered = delivered
+        try:
+            self._cursor.save()
+        except OSError as error:  # read-only media: the destination knows as well how far it has got
+            report.notes.append(
+                f"the cursor could not be saved ({error}); --state-dir names a folder that can be written"
+            )
 
     def _send(self, writer: WriterReader, table: str) -> None:
         behind = min(self._held.get(writer.id, {}).get(table, 0), self._upto[writer.id])
@@ -144,7 +151,7 @@ class Replay:
                 for batch in self._batches(writer, table, 0):
                     last_ns = max(last_ns, pc.max(pc.cast(batch.rows["ts"], pa.int64())).as_py())
                     rows = spans.take(batch.rows) if table == "spans" else batch.rows
-                    self._check(Batch(table, writer.id, rows, None), is_final=is_final)
+                    self._check(Batch(table, writer.id, rows, batch.cursor), is_final=is_final)
             if self._is_closed(writer):
                 self._check(Batch("spans", writer.id, spans.closed(last_ns), None), is_final=is_final)
             else:
@@ -169,9 +176,9 @@ class Replay:
         for part in batch.split(self._destination.rows_per_request[batch.table]):
             held = patiently(partial(self._destination.holds, part))
             counts.recorded += len(held)
+            is_claimed = [seq <= start for seq in part.rows["seq"].to_pylist()]
             if not is_final:
-                seqs = part.rows["seq"].to_pylist()
-                counts.already_there += sum(there and seq <= start for there, seq in zip(held, seqs, strict=True))
+                counts.already_there += sum(map(bool.__and__, held, is_claimed))
             if all(held):
                 continue
             rejected = self._cursor.rejected.setdefault(batch.writer_id, {}).setdefault(batch.table, {})
@@ -180,6 +187,8 @@ class Replay:
             if any(missing) and not is_final:
                 self._has_resent = True
                 self._offer(part.only(missing))
+                if batch.cursor is not None:  # a span that we close ourselves was never claimed to be there
+                    counts.lost += sum(map(bool.__and__, missing, is_claimed))
             counts.missing += sum(missing) if is_final else 0
             counts.rejected += sum(not there and at in rejected for there, at in zip(held, places, strict=True))
 
@@ -188,6 +197,8 @@ class Replay:
         for writer, tables in self._cursor.rejected.items():
             for table, places in tables.items():
                 report.rejections += [f"{writer} {table} {at}: {reason}" for at, reason in places.items()]
+        if report.rejections:
+            report.notes.append(f"what was rejected is not offered again, until you remove {self._cursor.path}")
         absent = [
             f"{table.missing} of {table.recorded} {name}" for name, table in report.tables.items() if table.missing
         ]

@@ -14,6 +14,8 @@ class TableReport:
     rejected: int = 0
     missing: int = 0
     """Not held by the destination when it was asked, and not rejected either."""
+    lost: int = 0
+    """Not held although the destination's own cursor says so; sent again, and counted as delivered if that helped."""
     waiting: int = 0
     """Spans that have not ended, of writers that may still live."""
     indistinct: int = 0
@@ -63,6 +65,8 @@ class RunReport:
         for name, table in self.tables.items():
             if table.waiting:
                 lines.append(f"  {table.waiting} {name} have not ended yet; they follow with a later sync")
+            if table.lost:
+                lines.append(f"  {table.lost} {name} delivered earlier were missing in {label}, and were sent again")
             if table.indistinct:
                 lines.append(
                     f"  {table.indistinct} of {table.recorded} {name} repeat an earlier one (same key, millisecond, step and "

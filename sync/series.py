@@ -65,15 +65,21 @@ def owner(key: str) -> str:
 class Histories:
     """The points that a destination holds, asked for name by name, and which of them we have looked for."""
 
-    def __init__(self, names: Iterable[str], ask: Callable[[str], Iterable[Point]]) -> None:
-        self._names, self._ask = set(names), ask
+    def __init__(self, names: Iterable[str], fetch: Callable[[str], Iterable[Point]]) -> None:
+        self._names, self._fetch = set(names), fetch
         self._points: dict[str, set[bytes]] = {}
         self._seen: dict[str, set[bytes]] = {}
         self.indistinct = 0
 
+    def ask(self, names: Iterable[str]) -> None:
+        """Fetch these histories, so that `holds` need not, and either counts a whole batch or none of it."""
+        for one in names:
+            if one not in self._points:
+                self._points[one] = {point.packed() for point in self._fetch(one)} if one in self._names else set()
+
     def holds(self, point: Point) -> bool:
         packed = point.packed()
-        if packed not in self._of(point.name):
+        if packed not in self._points[point.name]:
             return False
         seen = self._seen.setdefault(point.name, set())
         self.indistinct += packed in seen
@@ -81,9 +87,5 @@ class Histories:
         return True
 
     def count(self) -> int:
-        return sum(len(self._of(one)) for one in self._names)
-
-    def _of(self, one: str) -> set[bytes]:
-        if one not in self._points:
-            self._points[one] = {point.packed() for point in self._ask(one)} if one in self._names else set()
-        return self._points[one]
+        self.ask(self._names)
+        return sum(len(self._points[one]) for one in self._names)

@@ -66,14 +66,17 @@ class Shelf:
         for path, belonging in _by_path(table, rows).items():
             self.put(path, document.add(self.read(path), table, belonging))
 
+    def ask(self, table: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Fetch the documents of these rows, for `holds` and `count`."""
+        for path in dict.fromkeys(document.path_of(table, row) for row in rows):
+            if path not in self._held:
+                self._held[path] = document.identities(self.read(path) or b"", table)
+
     def holds(self, table: str, row: dict[str, Any]) -> bool:
-        path = document.path_of(table, row)
-        if path not in self._held:
-            self._held[path] = document.identities(self.read(path) or b"", table)
-        return document.identity(table, row) in self._held[path]
+        return document.identity(table, row) in self._held[document.path_of(table, row)]
 
     def count(self, table: str) -> int:
-        """Rows in the documents that `holds` was asked about."""
+        """Rows in the documents asked for."""
         return sum(len(rows) for path, rows in self._held.items() if path.startswith(document.FOLDERS[table]))
 
 

@@ -18,32 +18,33 @@ class OpenSpans:
     """Pairs starts and ends of one writer, batch by batch, in seq order."""
 
     def __init__(self) -> None:
-        self._open: dict[str, pa.Table] = {}
-        self._schema: pa.Schema | None = None
+        self._open: dict[str, dict[str, Any]] = {}
+        self._schema = pa.schema([("seq", pa.int64())])
 
     def __len__(self) -> int:
         return len(self._open)
 
     def take(self, rows: pa.Table) -> pa.Table:
         """The rows that have ended; the others are remembered until their end comes."""
-        self._schema = rows.schema
+        self._schema = plain(rows.schema.empty_table()).schema
         has_ended = pc.is_valid(rows["end"])
+        opened: dict[str, int] = {}
         for at, (span_id, ended) in enumerate(zip(rows["span_id"].to_pylist(), has_ended.to_pylist(), strict=True)):
             if ended:
+                opened.pop(span_id, None)
                 self._open.pop(span_id, None)
             else:
-                self._open[span_id] = rows.slice(at, 1)
+                opened[span_id] = at
+        starts = plain(rows.take(pa.array(opened.values(), pa.int64()))).to_pylist()
+        self._open |= dict(zip(opened, starts, strict=True))
         return rows.filter(has_ended)
 
     def closed(self, last_ns: int) -> pa.Table:
         """The open spans, closed at `last_ns`: the last time the writer is known to have lived."""
-        if self._schema is None or not self._open:
-            return pa.table({"seq": pa.array([], pa.int64())})
-        closed = [_closed(plain(row).to_pylist()[0], last_ns) for row in self._open.values()]
-        return pa.Table.from_pylist(closed, schema=plain(self._schema.empty_table()).schema)
+        return pa.Table.from_pylist([_closed(row, last_ns) for row in self._open.values()], schema=self._schema)
 
 
 def _closed(row: dict[str, Any], last_ns: int) -> dict[str, Any]:
     attributes = json.loads(row["attributes"]) if row["attributes"] else {}
-    row["attributes"] = json.dumps(attributes | {"spool.open": True})
-    return row | {"end": max(last_ns, row["start"]), "status": "ERROR", "message": row["message"] or MESSAGE}
+    end = {"end": max(last_ns, row["start"]), "status": "ERROR", "message": row["message"] or MESSAGE}
+    return row | end | {"attributes": json.dumps(attributes | {"spool.open": True})}

@@ -202,9 +202,9 @@ def logged_generations(spool: Path) -> list[tuple[Any, ...]]:
     return sorted((step, *(body.get(key) for key in columns)) for step, body in bodies)
 
 
-def assert_equal(spool: Path, database: Path, artifacts: Path) -> None:
+def assert_equal(spool: Path, database: Path, artifacts: Path, names: dict[str, str] | None = None) -> None:
     """Value by value: MLflow holds what was recorded, once, and nothing else."""
-    expected = Counter(set(logged_metrics(spool)))
+    expected = Counter({((names or {}).get(key, key), *rest) for key, *rest in logged_metrics(spool)})
     assert stored_metrics(database) == expected
     assert stored_spans(database) == logged_spans(spool)
     assert linked_traces(database) == Counter({f"tr-{span[0]}": 1 for span in logged_spans(spool).values()})

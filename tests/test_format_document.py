@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pyarrow as pa
+
 import spool
 from spool import format, seal
 
@@ -20,7 +21,14 @@ def make_spool(folder: Path) -> Path:
     header = format.decode(example().splitlines()[0].encode())
     run = folder / header["run"]
     (run / header["writer"]).mkdir(parents=True)
-    info = {"format": 1, "run": run.name, "project": "p", "experiment": "e", "created_ns": 1, "attempt": header["attempt"]}
+    info = {
+        "format": 1,
+        "run": run.name,
+        "project": "p",
+        "experiment": "e",
+        "created_ns": 1,
+        "attempt": header["attempt"],
+    }
     (run / "run.json").write_bytes(format.dump_json(info))
     journal = run / header["writer"] / "000001.jsonl"
     journal.write_text(example(), encoding="utf-8")
@@ -41,7 +49,12 @@ def check_rows(root: Path) -> None:
     generation = run.generations().to_pylist()[0]
     assert (generation["output"], generation["score"], generation["extra"]) == ("42", 1.0, '{"turns":2}')
     span = run.spans().to_pylist()[0]
-    assert (span["name"], span["inputs"], span["outputs"], span["status"]) == ("calculator", '{"expr":"6*7"}', "42", "OK")
+    assert (span["name"], span["inputs"], span["outputs"], span["status"]) == (
+        "calculator",
+        '{"expr":"6*7"}',
+        "42",
+        "OK",
+    )
     assert run.spans()["end"].cast(pa.int64()).to_pylist() == [1796126400390000000]
     assert run.status().state == "finished"
     assert run.damage() == []

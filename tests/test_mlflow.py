@@ -309,6 +309,55 @@ with spool.init(project="p", experiment="e") as run:
     assert files == ["first", "second"]
 
 
+def test_writers_of_one_run_synced_half_here_and_half_there_end_in_one_whole(folder: Path) -> None:
+    source = (
+        """
+import subprocess, sys
+run = spool.init(project="p", experiment="e")
+run.log({"loss": 1.0}, step=1)
+run.log_generations(step=1, rows=[{"input": "lead", "output": "x"}], split="val")
+child = """
+        + repr("""
+import spool
+run = spool.init()
+run.log({"loss": 2.0, "acc@1": 1.0}, step=1)
+run.log_generations(step=1, rows=[{"input": "worker", "output": "y"}], split="val")
+with run.span("tool", type="TOOL", step=1): pass
+run.finish()
+""")
+        + """
+subprocess.run([sys.executable, "-c", child], check=True)
+run.finish()
+"""
+    )
+    spool = record(folder, source)
+    [run] = [path.parent for path in spool.glob("*/run.json")]
+    lead, worker = sorted(
+        (path for path in run.iterdir() if path.is_dir()),
+        key=lambda path: '"lead":true' not in next(path.glob("*.jsonl")).read_text(),
+    )
+    for machine, left_out in (("a", worker), ("b", lead), ("c", None)):
+        part = folder / machine
+        part.mkdir()
+        ignore = shutil.ignore_patterns(left_out.name, ".sync") if left_out else shutil.ignore_patterns(".sync")
+        shutil.copytree(spool, part / "spool-data", ignore=ignore)
+        result = sync(folder, str(part / "spool-data"))
+        assert result.code in ({0, 3} if left_out else {0}), result.out + result.err
+    syncing.assert_equal(spool, folder / "mlflow.db", folder / "mlruns", names={"acc@1": "acc_at_1"})
+
+
+def test_mlflow_reads_the_generation_tables_as_its_own(folder: Path, small_spool: Path) -> None:
+    copy(small_spool, folder)
+    delivered(sync(folder))
+    program = "import mlflow; print(len(mlflow.load_table('generations/val/step_000001.json')), mlflow.search_experiments()[0].name)"
+    program = f"import mlflow; mlflow.set_experiment('math'); {program}"
+    environment = {**os.environ, "HOME": str(folder / "home"), "MLFLOW_DISABLE_TELEMETRY": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["3", "math"]
+
+
 # --- runs that go on, end, and are killed
 
 
@@ -364,8 +413,10 @@ def _kill_and_repeat(folder: Path, small_spool: Path, after: int) -> bool:
     if killed.code != -signal.SIGKILL:
         delivered(killed)
         return False
-    delivered(sync(folder))
-    delivered(sync(folder))
+    for _ in range(2):
+        result = sync(folder, "--json")
+        delivered(result)
+        assert not any(table["lost"] for table in result.tables.values()), "the cursor came before the data"
     syncing.assert_equal(spool, folder / "mlflow.db", folder / "mlruns")
     return True
 
@@ -408,6 +459,53 @@ def test_over_http_too_a_kill_after_each_remote_write_loses_nothing(
     finally:
         server.stop()
     syncing.assert_equal(spool, tmp_path / "mlflow.db", tmp_path / "artifacts")
+
+
+def test_a_run_without_any_record_is_delivered_as_a_run(folder: Path) -> None:
+    spool = record(folder, "spool.init(project='p', experiment='e').finish()")
+    for path in spool.glob("*/*/"):
+        shutil.rmtree(path)
+    delivered(sync(folder))
+    assert query(folder / "mlflow.db", "select name, status from runs") == [("e", "RUNNING")]
+
+
+# --- a damaged spool, a spool that cannot be written
+
+
+def test_of_a_damaged_spool_everything_undamaged_is_delivered_and_the_place_is_told(folder: Path) -> None:
+    source = "run = spool.init(project='p', experiment='e')\nfor at in range(9): run.log({'loss': at + 0.5}, step=at)\nos.kill(os.getpid(), 9)"
+    spool = record(folder, source, expect=-signal.SIGKILL)
+    [journal] = spool.glob("*/*/*.jsonl")
+    content = journal.read_bytes()
+    at = content.index(b'"loss":4.5')
+    journal.write_bytes(content.replace(b'"loss":4.5', b'"loss":4.6') + b'{"seq":11,"ts":17')
+    result = sync(folder, "--json")
+    assert result.code == 3
+    [damage] = json.loads(result.out)["runs"][0]["damage"]
+    start = content.rindex(b"\n", 0, at) + 1
+    assert str(journal) in damage or journal.name in damage
+    assert str(start) in damage
+    assert sorted(value for _, value, *_ in stored_metrics(folder / "mlflow.db")) == [
+        0.5,
+        1.5,
+        2.5,
+        3.5,
+        5.5,
+        6.5,
+        7.5,
+        8.5,
+    ]
+
+
+def test_where_the_cursor_cannot_be_kept_all_is_delivered_all_the_same(folder: Path, small_spool: Path) -> None:
+    spool = copy(small_spool, folder)
+    (spool / ".sync").write_text("a file where the folder should be")
+    result = sync(folder)
+    delivered(result)
+    assert "--state-dir" in result.out
+    delivered(sync(folder, "--state-dir", str(folder / "state")))
+    assert list((folder / "state").glob("mlflow/*.json"))
+    syncing.assert_equal(spool, folder / "mlflow.db", folder / "mlruns")
 
 
 # --- what MLflow refuses or has lost
@@ -453,7 +551,7 @@ def test_what_mlflow_has_lost_is_found_missing_and_sent_again(folder: Path, smal
     table.write_text(table.read_text()[:50])
     result = sync(folder, "--json")
     delivered(result)
-    assert result.tables["metrics"]["delivered"] == 7
+    assert (result.tables["metrics"]["delivered"], result.tables["metrics"]["lost"]) == (7, 7)
     syncing.assert_equal(spool, folder / "mlflow.db", folder / "mlruns")
 
 

@@ -85,6 +85,7 @@ def test_config_is_flattened_as_verl_does() -> None:
 def test_points_are_told_apart_as_the_database_does() -> None:
     points = [Point("loss", 1, 2, value) for value in (0.0, math.nan, 1.0)]
     histories = Histories(["loss"], lambda _: points)
+    histories.ask(["loss", "other"])
     assert histories.holds(Point("loss", 1, 2, -0.0))
     assert histories.holds(Point("loss", 1, 2, -math.nan))
     assert not histories.holds(Point("loss", 1, 3, 1.0))

@@ -6,9 +6,9 @@ names, and it records itself with `spool` as any user's trainer would. `python -
     config      keys, defaults, refusals            loop        the training, step by step
     tokenizer   characters                          workers     Ray actors, or this process
     model       tiny GPT                            rollout     one worker
-    tasks       problems, reward, demonstrations    decoder     batched decoding
-    tools       the calculator                      agent_loop  one trajectory
-    algo        GRPO as functions                   learner     warm-up and update
-    checkpoint  save, resume                        metrics     verl's names
-    ledger      recording, and its independent list
+    tasks       chained arithmetic, its reward      decoder     batched decoding
+    data        files of problems                   agent_loop  one trajectory
+    tools       the calculator                      learner     warm-up and update
+    algo        GRPO as functions                   metrics     verl's names
+    checkpoint  save, resume                        ledger      recording, and its independent list
 """

@@ -27,12 +27,13 @@ def main(arguments: list[str]) -> int:
     # After the configuration is known to be right: torch takes seconds to load.
     import spool
     from trainer.checkpoint import CheckpointError
+    from trainer.data import DataError
     from trainer.loop import fit
-    from trainer.tasks import DataError
+    from trainer.workers import WorkersError
 
     try:
         fit(config)
-    except (CheckpointError, DataError, spool.SpoolError) as error:
+    except (CheckpointError, DataError, WorkersError, spool.SpoolError) as error:
         print(f"trainer: {error}", file=sys.stderr)
         return 1
     return 0

@@ -6,6 +6,7 @@
 """
 
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ class Checkpoints:
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
+
+    def prepare(self) -> None:
+        """Make the folder. Raises `CheckpointError` if nothing can be written there."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: cannot hold checkpoints ({error.strerror})") from None
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{self.folder}: cannot hold checkpoints (not writable)")
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Keep `state` as that of `step`. Durable when this returns; killed at any moment, `load` finds this or the one before."""
@@ -58,7 +68,7 @@ class Checkpoints:
         path = self.folder / f"global_step_{step}" / "state.pt"
         try:
             return torch.load(path, weights_only=True)
-        except (RuntimeError, EOFError, OSError) as error:
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             raise CheckpointError(
                 f"{path}: cannot be read ({str(error).splitlines()[0]}); delete its folder or set trainer.resume_mode=disable"
             ) from None
@@ -68,7 +78,6 @@ class Checkpoints:
 
     def begin_run(self, run_id: str) -> None:
         """Note that checkpoints from now on belong to `run_id`. Durable when this returns."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._write_text(_RUN_ID, run_id)
 
     def forget(self) -> None:

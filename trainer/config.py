@@ -20,18 +20,21 @@ class ConfigError(Exception):
     """The configuration cannot be used; the message is one sentence for the user."""
 
 
+def _about(meaning: str, *, choices: tuple[Any, ...] = (), at_least: float | None = None) -> dict[str, Any]:
+    return {"meaning": meaning, "choices": choices, "at_least": at_least}
+
+
 def _key(default: Any, meaning: str, *, choices: tuple[Any, ...] = (), at_least: float | None = None) -> Any:
-    metadata = {"meaning": meaning, "choices": choices, "at_least": at_least}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=_about(meaning, choices=choices, at_least=at_least))
 
 
 @dataclass
 class Trainer:
     project_name: str = _key("chained_arithmetic", "name of the project")
     experiment_name: str = _key("grpo", "name of the experiment in the project")
-    logger: list[str] = _key(["console", "spool"], "where metrics go", choices=("console", "spool"))
+    logger: list[str] = field(
+        default_factory=lambda: ["console", "spool"], metadata=_about("where metrics go", choices=("console", "spool"))
+    )
     total_epochs: int = _key(1, "passes over the training problems", at_least=1)
     total_training_steps: int | None = _key(None, "GRPO steps instead of whole epochs", at_least=1)
     val_before_train: bool = _key(True, "validate before the first step")
@@ -44,15 +47,17 @@ class Trainer:
     resume_mode: str = _key(
         "auto", "auto: go on from the last checkpoint; disable: start anew", choices=("auto", "disable")
     )
-    warmup_steps: int = _key(500, "supervised steps on sloppy demonstrations before GRPO (not in verl)", at_least=0)
+    warmup_steps: int = _key(600, "supervised steps on sloppy demonstrations before GRPO (not in verl)", at_least=0)
     warmup_batch_size: int = _key(32, "demonstrations of a warm-up step (not in verl)", at_least=2)
     warmup_lr: float = _key(6e-3, "peak learning rate of the warm-up (not in verl)", at_least=0)
 
 
 @dataclass
 class Data:
-    train_files: list[str] = _key([], "Parquet or JSONL files of problems; none: chained arithmetic, built in")
-    val_files: list[str] = _key([], "the same for validation")
+    train_files: list[str] = field(
+        default_factory=list, metadata=_about("Parquet or JSONL files of problems; none: chained arithmetic, built in")
+    )
+    val_files: list[str] = field(default_factory=list, metadata=_about("the same for validation"))
     train_max_samples: int = _key(480, "training problems to use; -1: all of train_files", at_least=-1)
     val_max_samples: int = _key(64, "validation problems to use; -1: all of val_files", at_least=-1)
     train_batch_size: int = _key(16, "problems of a GRPO step", at_least=1)

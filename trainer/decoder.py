@@ -57,6 +57,7 @@ class BatchDecoder:
         self._rows = list(range(len(prompts)))  # trajectory of each row of the cache
         self._requests: dict[int, _Request] = {}
         self._running = len(prompts)
+        self._all_wait = asyncio.Event()  # set when every running trajectory waits for its turn
 
     async def generate(self, trajectory: int, forced: list[int]) -> Turn:
         """Append `forced`, then sample until a stop token or the length limit."""
@@ -64,6 +65,7 @@ class BatchDecoder:
             return Turn([], [], exhausted=True)
         request = _Request(forced, asyncio.get_running_loop().create_future())
         self._requests[trajectory] = request
+        self._tell_if_all_wait()
         return await request.answer
 
     async def run(self, trajectories: Sequence[Coroutine[None, None, _Result]]) -> list[_Result]:
@@ -72,8 +74,9 @@ class BatchDecoder:
             logits = self._model(self._prompts, self._cache)[:, -1]  # (B, vocabulary)
             tasks = [asyncio.create_task(self._count(trajectory)) for trajectory in trajectories]
             while True:
-                while len(self._requests) < self._running:
-                    await asyncio.sleep(0)  # tools run here
+                if len(self._requests) < self._running:
+                    self._all_wait.clear()
+                    await self._all_wait.wait()  # tools run here
                 if not self._requests:
                     return await asyncio.gather(*tasks)
                 logits = self._drop_closed_rows(logits)
@@ -86,6 +89,11 @@ class BatchDecoder:
             return await trajectory
         finally:
             self._running -= 1
+            self._tell_if_all_wait()
+
+    def _tell_if_all_wait(self) -> None:
+        if len(self._requests) == self._running:
+            self._all_wait.set()
 
     def _sample(self, logits: Tensor) -> list[int]:
         if self._temperature == 0:

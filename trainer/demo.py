@@ -27,9 +27,6 @@ KILL_AFTER_STEP = 12
 KILL_DEADLINE_S = 120
 CURVE_WIDTH = 50
 
-Metric = tuple[str, int, float]
-"""(key, step, value); NaN as the text "nan" cannot stand here, since NaN is not equal to itself: see `_comparable`."""
-
 
 def main() -> None:
     folder = Path("demo").absolute()
@@ -51,7 +48,7 @@ def main() -> None:
     binaries = Path(sys.executable).parent
     print(f"  cd {folder} && {binaries / 'mlflow'} ui --backend-store-uri sqlite:///mlflow.db")
     print(f"  {binaries / 'spool'} ls {folder / 'spool-data'}")
-    print("  duckdb -c \"select key, count(*) from 'demo/**/metrics.parquet' group by key\"")
+    print(f"  {binaries / 'duckdb'} -c \"select key, count(*) from 'demo/**/metrics.parquet' group by key\"")
     if differences:
         sys.exit(f"demo: {differences} differences, see above")
 
@@ -113,7 +110,7 @@ def _stream(trainer: "subprocess.Popen[str]", stop_at: int | None) -> None:
     assert trainer.stdout is not None
     for line in trainer.stdout:
         print(f"  {line}", end="", flush=True)
-        if stop_at is not None and line.startswith(f"step:{stop_at} "):
+        if stop_at is not None and line.startswith(f"step {stop_at}: score"):
             return
     if trainer.wait() != 0:
         _fail(f"the trainer ended with exit code {trainer.returncode}, see above")
@@ -174,20 +171,18 @@ def compare(folder: Path, killed: set[int]) -> int:
         print(f"  MLflow holds {len(runs)} runs, 1 was expected")
         return 1
     run_uuid, status, artifact_uri = runs[0]
-    listed, last_lines = _read_ledger(folder / "ledger")
+    listed, pids = _read_ledger(folder / "ledger")
     held = {
         "metrics": _held_metrics(database, run_uuid),
         "generations": _held_generations(_local_path(artifact_uri, folder)),
         "spans": _held_spans(database),
     }
-    print(
-        f"  run {run_uuid}: {status}, {len(last_lines)} processes logged, {len(killed & set(last_lines))} of them were killed\n"
-    )
+    print(f"  run {run_uuid}: {status}, {len(pids)} processes logged, {len(killed & pids)} of them were killed\n")
     print(f"  {'':<12} {'listed':>8} {'MLflow':>8} {'equal':>8} {'missing':>8} {'extra':>8}")
     differences = 0 if status == "FINISHED" else 1
     for table, facts in held.items():
         missing, extra = listed[table] - facts, facts - listed[table]
-        unlisted = _allowed_extra(table, extra, killed & set(last_lines))
+        unlisted = _is_unlisted(table, extra, listed[table], killed & pids)
         differences += missing.total() + (extra.total() if not unlisted else 0)
         equal = (listed[table] & facts).total()
         note = "  (returned to a process that was killed before it could list them)" if unlisted and extra else ""
@@ -200,25 +195,27 @@ def compare(folder: Path, killed: set[int]) -> int:
     return differences
 
 
-def _allowed_extra(table: str, extra: "Counter[Any]", killed: set[int]) -> bool:
-    """Whether the surplus can be the one call that each killed process had made but not yet listed."""
-    if table == "metrics":  # one call is one step's metrics
-        return len({step for _, step, _ in extra}) <= len(killed)
-    if table == "generations":  # one call is one step's rows
-        return len({(fact[0], fact[1]) for fact in extra}) <= len(killed)
-    return True  # spans that were open when their process was killed: replayed as errors, never listed as ended
+def _is_unlisted(table: str, extra: "Counter[Any]", listed: "Counter[Any]", killed: set[int]) -> bool:
+    """Whether a surplus can be what killed processes had recorded but not yet listed: one call each, and nothing twice."""
+    if table == "spans":  # open when their process was killed: replayed as errors, never listed as ended
+        return bool(killed) and not any(listed[fact] for fact in extra) and extra.total() == len(extra)
+    calls: dict[Any, bool] = {}  # (step, …) of a call -> whether any of its facts is new
+    for fact in extra:
+        call = fact[1] if table == "metrics" else fact[:2]
+        calls[call] = calls.get(call, False) or not listed[fact]
+    return len(calls) <= len(killed) and all(calls.values())
 
 
-def _read_ledger(folder: Path) -> tuple[dict[str, "Counter[Any]"], dict[int, str]]:
+def _read_ledger(folder: Path) -> tuple[dict[str, "Counter[Any]"], set[int]]:
     """What all processes listed, per table, and the pids that listed anything. A line cut by the kill is no line."""
     listed: dict[str, Counter[Any]] = {"metrics": Counter(), "generations": Counter(), "spans": Counter()}
-    pids: dict[int, str] = {}
+    pids: set[int] = set()
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if not line.endswith("\n"):
                 continue
             entry = json.loads(line)
-            pids[int(path.stem)] = entry["kind"]
+            pids.add(int(path.stem))
             if entry["kind"] == "metrics":
                 for key, value in entry["values"].items():
                     number = float.fromhex(value) if isinstance(value, str) else float(value)
@@ -231,6 +228,7 @@ def _read_ledger(folder: Path) -> tuple[dict[str, "Counter[Any]"], dict[int, str
 
 
 def _comparable(key: str, step: int, value: float) -> tuple[str, int, str]:
+    """A metric as the two sides can be compared: the value in hex, because NaN is not equal to itself."""
     return key.replace("@", "_at_"), step, value.hex()  # MLflow refuses "@"; verl replaces it in the same way
 
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,11 +58,14 @@ class Learner:
         self._grad_clip = grad_clip
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
 
-    def state(self) -> dict[str, dict[str, object]]:
-        parts = {"model": self.model, "reference": self.reference, "optimizer": self._optimizer}
-        return {name: part.state_dict() for name, part in parts.items()}
+    def state(self) -> dict[str, dict[str, Any]]:
+        return {
+            "model": self.model.state_dict(),
+            "reference": self.reference.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
 
-    def load_state(self, state: dict[str, dict[str, object]]) -> None:
+    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
         self.model.load_state_dict(state["model"])
         self.reference.load_state_dict(state["reference"])
         self._optimizer.load_state_dict(state["optimizer"])

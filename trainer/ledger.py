@@ -53,8 +53,9 @@ class Recorder:
     def span(self, name: str, **details: Any) -> Iterator[Any]:
         """Record a span below the current one; an exception marks it as an error and goes on."""
         assert self._run is not None, "trajectories are traced only where a run records them"
+        span = self._run.span(name, **details)
         try:
-            with self._run.span(name, **details) as span:
+            with span:
                 yield span
         finally:
             self._note({"kind": "span", "span_id": span.span_id, "name": name, "step": details["step"]})

@@ -6,9 +6,7 @@ after the checkpoint exactly as it would have.
 
 import dataclasses
 import functools
-import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,21 +17,34 @@ from trainer import algo
 from trainer.agent_loop import Prompt, Trajectory
 from trainer.checkpoint import CheckpointError, Checkpoints
 from trainer.config import Config
+from trainer.data import Problems, load_data
 from trainer.learner import Batch, Learner, Objective, pack
 from trainer.ledger import Recorder
 from trainer.metrics import Metrics, Timings, data_metrics, throughput_metrics, validation_metrics
 from trainer.model import TinyGPT
-from trainer.tasks import DataError, Problem, chained_problems, load_problems
 from trainer.tokenizer import VOCABULARY_SIZE
-from trainer.workers import LocalWorker, RayWorkers, Workers, join_run, record_nothing
+from trainer.workers import LocalWorker, RayWorkers, Workers, check_loopback, join_run, record_nothing
 
 
 def fit(config: Config) -> None:
-    """Train as configured. Raises `DataError`, `CheckpointError` or `spool.SpoolError` before anything has started."""
+    """Train as configured.
+
+    Raises `DataError`, `WorkersError`, `CheckpointError` or `spool.SpoolError` before anything has started.
+    """
     torch.set_num_threads(1)  # the actors need the other cores
-    problems = load(config)
+    if config.actor_rollout_ref.rollout.agent.num_workers:
+        check_loopback()
+    problems = load_data(
+        config.data.train_files,
+        config.data.val_files,
+        config.data.train_max_samples,
+        config.data.val_max_samples,
+        config.data.train_batch_size,
+        config.data.seed,
+    )
     names = config.trainer.project_name, config.trainer.experiment_name
     checkpoints = Checkpoints(config.trainer.default_local_dir or "checkpoints/{}/{}".format(*names))
+    checkpoints.prepare()
     if config.trainer.resume_mode == "disable":
         checkpoints.forget()
     last_step = config.trainer.total_training_steps or config.trainer.total_epochs * problems.steps_per_epoch
@@ -47,8 +58,8 @@ def fit(config: Config) -> None:
     state = None if step is None else load_state(checkpoints, step, config)
     recorder = open_recorder(config, checkpoints, step or 0)
     status = "failed"
-    workers = start_workers(config, recorder)
     try:
+        workers = start_workers(config, recorder)
         training = Training(config, problems, workers, recorder, checkpoints)
         training.begin(state)
         for training_step in range((step or 0) + 1, last_step + 1):
@@ -57,32 +68,6 @@ def fit(config: Config) -> None:
         status = "finished"
     finally:
         recorder.finish(status)
-
-
-@dataclasses.dataclass(frozen=True)
-class Problems:
-    train: list[Problem]
-    validation: list[Problem]
-    more: Iterator[Problem]  # of the built-in task, in neither of the two
-    steps_per_epoch: int
-
-
-def load(config: Config) -> Problems:
-    """Load the files of problems, or generate chained arithmetic; training and validation have none in common."""
-    chained = chained_problems(random.Random(config.data.seed))
-    validation = _some(config.data.val_files, config.data.val_max_samples, chained)
-    train = _some(config.data.train_files, config.data.train_max_samples, chained)
-    steps_per_epoch = len(train) // config.data.train_batch_size
-    if steps_per_epoch == 0:
-        raise DataError(
-            f"data.train_batch_size is {config.data.train_batch_size}, but there are {len(train)} training problems"
-        )
-    return Problems(train, validation, chained, steps_per_epoch)
-
-
-def _some(paths: list[str], limit: int, chained: Iterator[Problem]) -> list[Problem]:
-    source = itertools.chain.from_iterable(load_problems(path) for path in paths) if paths else chained
-    return list(itertools.islice(source, None if limit == -1 else limit))
 
 
 def load_state(checkpoints: Checkpoints, step: int, config: Config) -> dict[str, Any]:

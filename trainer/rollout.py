@@ -5,6 +5,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class RolloutWorker:
         traced = sampled_groups((prompt.sample_index for prompt in prompts), key, self._traced_samples)
         trajectories = []
         for row, prompt in enumerate(prompts):
-            indices = {"step": step, "sample_index": prompt.sample_index, "rollout_n": prompt.rollout_n}
+            indices: dict[str, Any] = {"step": step, "sample_index": prompt.sample_index, "rollout_n": prompt.rollout_n}
             is_traced = prompt.sample_index in traced
             span = functools.partial(self._recorder.span, **indices, validate=validate) if is_traced else no_span
             rng = random.Random(f"{key}/{prompt.sample_index}/{prompt.rollout_n}")

@@ -4,12 +4,10 @@ The built-in task is chained arithmetic: `(12+34)*5=?`. The policy may call the 
 agent loop answers `46>>`. It ends with `#` and the answer. The notation is that of GSM8K's calculator annotations.
 """
 
-import json
 import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainer.tools import ToolError, evaluate
 
@@ -31,10 +29,6 @@ class Reward:
     accuracy: float
 
 
-class DataError(Exception):
-    """A file of problems cannot be used; the message says which and why."""
-
-
 def reward(text: str, answer: str) -> Reward:
     """Return 1 for the right final answer, a little for a well-formed wrong one, 0 for none."""
     match = _FINAL_ANSWER.search(text)
@@ -52,18 +46,21 @@ def _same_number(left: str, right: str) -> bool:
 
 
 def chained_problems(rng: random.Random) -> Iterator[Problem]:
-    """Yield different problems of two chained operations, for ever."""
+    """Yield different problems of two chained operations, for ever (there are about 400,000)."""
     seen = set()
     while True:
-        first, second, third = rng.randint(2, 50), rng.randint(2, 50), rng.randint(2, 50)
-        operator = rng.choice("+-*")
-        inner = f"{first}{operator}{second}"
-        value = {"+": first + second, "-": first - second, "*": first * second}[operator]
-        divides = value != 0 and value % third == 0
-        outer = f"({inner}){rng.choice('+-*/' if divides else '+-*')}{third}"
+        inner = f"{rng.randint(2, 40)}{_operation(rng)}"
+        value = evaluate(inner)
+        divisors = [divisor for divisor in range(2, 10) if value % divisor == 0 and rng.random() < 0.3]
+        outer = f"({inner}){f'/{rng.choice(divisors)}' if divisors else _operation(rng)}"
         if outer not in seen:
             seen.add(outer)
             yield Problem(prompt=f"{outer}=?", answer=str(evaluate(outer)), data_source="chained_arithmetic")
+
+
+def _operation(rng: random.Random) -> str:
+    operator = rng.choice("+-*")
+    return f"{operator}{rng.randint(2, 9 if operator == '*' else 40)}"
 
 
 def demonstration(problem: Problem, rng: random.Random) -> list[tuple[str, bool]]:
@@ -97,48 +94,3 @@ def _with_slips(text: str, rng: random.Random) -> str:
     return "".join(
         rng.choice("0123456789") if character.isdigit() and rng.random() < 0.01 else character for character in text
     )
-
-
-def load_problems(path: str) -> list[Problem]:
-    """Read problems from Parquet or JSONL: `question` and `answer` (GSM8K, final answer after `####`) or `prompt` and `answer`.
-
-    `data_source` is optional and defaults to the file's stem. Raises `DataError`.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"{path}: no such file")
-    rows = _parquet_rows(file) if file.suffix == ".parquet" else _jsonl_rows(file)
-    problems = []
-    for number, row in enumerate(rows, start=1):
-        prompt = row.get("prompt", row.get("question"))
-        answer = row.get("answer")
-        if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
-            raise DataError(f"{path}: row {number} has no text 'prompt' or 'question' with an 'answer'")
-        final = str(answer).rpartition("####")[2].strip()
-        problems.append(Problem(prompt=prompt, answer=final, data_source=str(row.get("data_source", file.stem))))
-    if not problems:
-        raise DataError(f"{path}: holds no problems")
-    return problems
-
-
-def _jsonl_rows(file: Path) -> list[dict[str, object]]:
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            raise DataError(f"{file}: line {number} is not JSON") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{file}: line {number} is not a JSON object")
-        rows.append(row)
-    return rows
-
-
-def _parquet_rows(file: Path) -> list[dict[str, object]]:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    try:
-        return parquet.read_table(file).to_pylist()
-    except pa.ArrowInvalid:
-        raise DataError(f"{file}: not a Parquet file") from None

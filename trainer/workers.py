@@ -3,7 +3,9 @@
 Ray is started by the trainer, for the trainer, and bound to 127.0.0.1: it needs no network but the loopback device.
 """
 
+import logging
 import os
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,10 @@ from trainer.ledger import Recorder
 from trainer.rollout import RolloutWorker
 
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; weights and trajectories take about 1
+
+
+class WorkersError(Exception):
+    """The workers cannot be started; the message says what to do."""
 
 
 class Workers(Protocol):
@@ -69,6 +75,18 @@ class RayWorkers:
         self._ray.shutdown()
 
 
+def check_loopback() -> None:
+    """Raise `WorkersError` if 127.0.0.1 cannot be reached, as in a new network namespace: Ray would wait for it in vain."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        raise WorkersError(
+            f"Ray needs the loopback device ({error.strerror}); type `ip link set lo up`, "
+            "or roll out without Ray: actor_rollout_ref.rollout.agent.num_workers=0"
+        ) from None
+
+
 def join_run() -> Recorder:
     """Join the trainer's run, named by the environment, as one more writer."""
     return Recorder(spool.init())
@@ -97,7 +115,7 @@ def _start_ray(cpus: int) -> Any:
         num_cpus=cpus,
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         _node_ip_address="127.0.0.1",
         _temp_dir=str(folder),
     )

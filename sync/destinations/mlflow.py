@@ -347,19 +347,23 @@ class MlflowDestination(Destination):
             yield from (Point(mapped, metric.timestamp, metric.step, metric.value) for metric in page)
 
     def holds(self, batch: Batch) -> list[bool]:
+        rows = batch.dicts()
         check = {"metrics": self._holds_metric, "spans": self._holds_span, "events": self._holds_event}
         with _answers(self._uri):
-            return [check.get(batch.table, self._holds_row)(row) for row in batch.dicts()]
+            if batch.table == "metrics":
+                self._histories.ask({self._names.of(row["key"]) for row in rows})
+            self._shelf.ask(batch.table, [row for row in rows if document.is_documented(batch.table, row)])
+            return [check.get(batch.table, self._holds_row)(row) for row in rows]
 
     def _holds_row(self, row: dict[str, Any]) -> bool:
         return self._shelf.holds("generations", row)
 
     def _holds_metric(self, row: dict[str, Any]) -> bool:
-        is_documented = not document.is_documented("metrics", row) or self._shelf.holds("metrics", row)
+        is_there = not document.is_documented("metrics", row) or self._shelf.holds("metrics", row)
         if row["value"] is not None:
-            return is_documented and self._histories.holds(self._point(row))
-        self._texts_held += is_documented
-        return is_documented
+            return is_there and self._histories.holds(self._point(row))
+        self._texts_held += is_there
+        return is_there
 
     def _holds_span(self, row: dict[str, Any]) -> bool:
         trace = f"tr-{row['trace_id']}"
