@@ -110,6 +110,6 @@ def capture(redact: Redact | Iterable[str] | None) -> Redact | None:
     if redact is None:
         redact = [line for line in os.environ.get("SPOOL_REDACT", "").splitlines() if line]
     if isinstance(redact, Callable):  # type: ignore[arg-type]
-        return partial(_mask_by, redact)
+        return partial(_mask_by, redact)  # type: ignore[arg-type] # a union with Iterable is not narrowed by Callable
     patterns = [redact] if isinstance(redact, str) else list(redact)  # type: ignore[arg-type]
     return Patterns(patterns) if patterns else None

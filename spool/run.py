@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -203,6 +202,7 @@ class Run:
         if self.is_lead:
             body["roster"] = self._roster(writer)
         error = writer.close(time.time_ns(), [format.event_body("finish", jsonable(body, Notes()))])
+        _open_runs.discard(self)
         _unexport(self)
         if self.is_lead:
             warn(f"{status}, {writer.seq} records by this process in {self.path}")
@@ -277,7 +277,7 @@ class Run:
 
     def _after_fork(self) -> None:
         self.is_lead = False
-        if self._status is None and self._writer is not None:  # a finished run stays finished in the child
+        if self._writer is not None:
             self._writer.abandon()
             self._forked, self._writer = self._writer, None
             self._rejoining = threading.Lock()
@@ -317,7 +317,8 @@ def _writer_id() -> str:
 
 # --- the runs of this process
 
-_open_runs: "weakref.WeakSet[Run]" = weakref.WeakSet()
+_open_runs: set[Run] = set()
+"""Held here until they finish: a script may drop its last reference at the end of `main()`, and is still told how it ended."""
 _exported: dict[str, str] = {}
 """Environment variables that this process set for its children."""
 _exported_by = 0

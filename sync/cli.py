@@ -21,6 +21,7 @@ from sync.errors import SetupError, UnreachableError
 from sync.progress import Progress
 from sync.report import UNREACHED, WRONG_USE, RunReport
 
+_KEPT = "it was recorded with may_leave=False, and this destination is not on this machine"
 _CONNECT_DELAYS_S, _CONNECT_PATIENCE_S = (0.5, 1), 4
 
 
@@ -56,9 +57,12 @@ def main(
     try:
         runs = _choose(path, selectors)
         destination = destinations.load(name)
-        address = patiently(destination.connect, _CONNECT_DELAYS_S, _CONNECT_PATIENCE_S)
-        click.echo(f"{len(runs)} run(s) of {path} to {destination.label} at {address}", err=True)
-        for run in runs:
+        kept = [run for run in runs if destination.is_elsewhere() and run.info.get("may_leave") is False]
+        reports += [RunReport(run.id, destination.label, withheld=_KEPT) for run in kept]
+        chosen = [run for run in runs if run not in kept]
+        address = patiently(destination.connect, _CONNECT_DELAYS_S, _CONNECT_PATIENCE_S) if chosen else ""
+        click.echo(f"{len(chosen)} run(s) of {path} to {destination.label} {address}", err=True)
+        for run in chosen:
             known = state.read(run, project, experiment)
             replay = Replay(run, known, destination(known), state_dir or path / ".sync")
             reports.append(replay.report)
@@ -67,7 +71,7 @@ def main(
     except (SpoolError, SetupError) as error:
         _fail(str(error), WRONG_USE)
     except UnreachableError as error:
-        if not reports:
+        if not any(report.problem for report in reports):
             _fail(str(error), UNREACHED)
         click.echo(f"spool-sync: {error}", err=True)
     except OSError as error:

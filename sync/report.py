@@ -40,11 +40,15 @@ class RunReport:
     notes: list[str] = field(default_factory=list)
     problem: str = ""
     """Why the run is not delivered and proven; empty when it is."""
+    withheld: str = ""
+    """Why the run was not even offered."""
 
     @property
     def exit_code(self) -> int:
         if self.problem:
             return UNREACHED
+        if self.withheld:
+            return WRONG_USE
         return INCOMPLETE if self.rejections or self.damage else DELIVERED
 
     def as_json(self) -> dict[str, Any]:
@@ -77,6 +81,6 @@ class RunReport:
         lines += [f"  rejected: {rejection}" for rejection in self.rejections[:20]]
         if len(self.rejections) > 20:
             lines.append(f"  … and {len(self.rejections) - 20} more rejected; --json lists them all")
-        if self.problem:
-            lines.append(f"  not delivered: {self.problem}")
+        if self.problem or self.withheld:
+            lines.append(f"  not delivered: {self.problem or self.withheld}")
         return lines

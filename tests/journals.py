@@ -1,5 +1,6 @@
 """A small language for journals on disk: write, read, cut, flip, reopen. Used by the suites of the write side."""
 
+import atexit
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,9 @@ import spool
 from spool import format
 from spool.journal import Scan, scan
 from spool.reader import RunReader, WriterReader
-from spool.run import Run
+from spool.run import Run, _open_runs
+
+atexit.register(_open_runs.clear)  # what tests leave open needs no sealing, one child each, when pytest ends
 
 
 @dataclass
@@ -53,6 +56,18 @@ class JournalFile:
 
 def begin(folder: Path, **settings: Any) -> Run:
     return spool.init(project="tests", experiment="journals", dir=folder / "spool", **settings)
+
+
+def begin_without_thread(folder: Path, **settings: Any) -> Run:
+    """Its background thread has ended: the test calls `_tick` and `_rotate` in its place, when it wants to."""
+    run = begin(folder, **settings)
+    writer = run._writer
+    assert writer is not None
+    writer._stop.set()
+    writer._wake.set()
+    writer._thread.join()
+    writer._stop.clear()
+    return run
 
 
 def reader(run: Run) -> RunReader:

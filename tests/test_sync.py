@@ -1,5 +1,6 @@
 """sync without any destination: names, documents, batches, cursors, open spans, and what the command line says to bad input."""
 
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from syncing import ROOT, record
 from spool import cursor, table
 from sync import destinations, document, name
 from sync.batch import Batch
+from sync.progress import Progress
 from sync.series import Histories, Names, Point, clamped
 from sync.span import OpenSpans
 
@@ -239,6 +241,23 @@ def test_a_destinations_name_for_its_run_may_be_anything(tmp_path: Path) -> None
         one.save()
         assert one.path.parent == tmp_path / "mlflow"
         assert _cursor(tmp_path, identity) == one
+
+
+# --- progress
+
+
+def test_there_is_a_bar_on_a_terminal_and_plain_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    pty = pytest.importorskip("pty", reason="terminals are made by POSIX only")
+    shown, terminal = pty.openpty()
+    plain = io.StringIO()
+    for stream in (open(terminal, "w"), plain):  # noqa: PTH123, SIM115 - a descriptor, closed below
+        monkeypatch.setattr("sys.stderr", stream)
+        with Progress("run-a", 10) as progress:
+            progress.advance(4)
+            progress.advance(6)
+        stream.flush()
+    assert "100%" in os.read(shown, 65536).decode()
+    assert plain.getvalue() == "run-a: delivering\n"
 
 
 # --- the command line

@@ -4,6 +4,7 @@ The processes here are `python -m trainer` as a user starts it; what it recorded
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -496,6 +497,19 @@ def metric_steps(run: Any, key: str) -> list[int]:
     return sorted(row["step"] for row in run.metrics().to_pylist() if row["key"] == key)
 
 
+def session_members(session: int) -> list[int]:
+    """Return the processes of a session: of a trainer started in its own, all of Ray's daemons and actors too."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
 def killed_after(folder: Path, line: str, *arguments: str) -> None:
     """Start the trainer and SIGKILL it when it has printed a line that begins with `line`."""
     folder.mkdir(exist_ok=True)
@@ -510,7 +524,9 @@ def killed_after(folder: Path, line: str, *arguments: str) -> None:
     )
     assert trainer.stdout is not None
     assert any(printed.startswith(line) for printed in trainer.stdout), f"the trainer ended before {line!r}"
-    os.killpg(trainer.pid, signal.SIGKILL)
+    for pid in session_members(trainer.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert trainer.wait() == -signal.SIGKILL
     trainer.stdout.close()
 
@@ -537,8 +553,8 @@ def test_a_killed_run_resumes_as_the_next_attempt_and_ends_with_the_weights_it_w
 
 def test_killed_before_the_first_checkpoint_the_same_run_starts_again_from_step_0(tmp_path: Path) -> None:
     arguments = [*SMALL, LOCAL, "trainer.total_training_steps=1"]
-    killed_after(tmp_path, "warm-up:", *arguments)
-    shutil.rmtree(tmp_path / "checkpoints/chained_arithmetic/grpo/global_step_0", ignore_errors=True)
+    killed_after(tmp_path, "warm-up:", *arguments, "trainer.warmup_steps=100000")
+    assert not list((tmp_path / "checkpoints").rglob("state.pt"))
     assert run_trainer(tmp_path, *arguments).returncode == 0
     run = only_run(tmp_path)
     assert [attempt.number for attempt in run.attempts()] == [1, 2]
@@ -587,6 +603,31 @@ def test_ray_actors_write_their_own_traces_into_the_run_without_a_network(
         if not row["validate"]:
             groups.setdefault((row["step"], row["sample_index"]), set()).add(row["rollout_n"])
     assert list(groups.values()) == [{0, 1, 2, 3}] * 4  # 2 steps, 2 workers, one whole group each
+
+
+@pytest.mark.slow
+def test_a_run_killed_with_all_its_actors_loses_nothing_and_resumes(tmp_path: Path) -> None:
+    arguments = [
+        *SMALL,
+        "trainer.total_training_steps=20",
+        "actor_rollout_ref.rollout.trace.max_samples_per_step_per_worker=2",
+    ]
+    killed_after(tmp_path, "step 12: score", *arguments)
+    assert missing_from_spool(tmp_path) == []
+    done = run_trainer(tmp_path, *arguments)
+    assert (done.returncode, "resumed from step 10" in done.stdout) == (0, True), done.stderr
+    run = only_run(tmp_path)
+    assert [(writer.attempt.split("-")[0], writer.is_lead) for writer in run.writers()] == [
+        ("1", True),
+        ("1", False),
+        ("1", False),
+        ("2", True),
+        ("2", False),
+        ("2", False),
+    ]
+    assert missing_from_spool(tmp_path) == []
+    assert set(metric_steps(run, "critic/score/mean")) == set(range(1, 21))
+    assert run.status().state == "finished"
 
 
 # --- learning

@@ -143,13 +143,14 @@ class Training:
         timings = Timings()
         if state is None:
             step, config = 0, self._config.trainer
+            self._say(f"warm-up: {config.warmup_steps} steps on sloppy demonstrations")
             rng = random.Random(f"{self._config.data.seed}/warm-up")
             with timings.measure("warmup"):
                 loss = self.learner.warm_up(
                     self._problems.more, config.warmup_steps, config.warmup_batch_size, config.warmup_lr, rng
                 )
             metrics["warmup/loss"] = loss
-            self._say(f"warm-up: {config.warmup_steps} steps in {timings.seconds['warmup']:.1f} s, loss {loss:.3f}")
+            self._say(f"warm-up: loss {loss:.3f} after {timings.seconds['warmup']:.1f} s")
             self._save(step)
         else:
             step = state["step"]

@@ -26,6 +26,10 @@ class Destination(Protocol):
     """Most rows of each table that `write` takes at once."""
 
     @classmethod
+    def is_elsewhere(cls) -> bool:
+        """Whether what is delivered leaves this machine; says True where it is not known. Asks nobody."""
+
+    @classmethod
     def connect(cls) -> str:
         """Make sure the destination answers, within seconds; returns its address, fit to be shown."""
 

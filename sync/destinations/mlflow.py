@@ -57,6 +57,11 @@ class MlflowDestination(Destination):
     rows_per_request = MappingProxyType({"metrics": 999, "generations": 1000, "spans": 500, "events": 2000})
 
     @classmethod
+    def is_elsewhere(cls) -> bool:
+        parts = urlsplit(mlflow.get_tracking_uri())
+        return parts.scheme.split("+")[0] != "sqlite" and parts.hostname not in {"localhost", "127.0.0.1", "::1"}
+
+    @classmethod
     def connect(cls) -> str:
         uri = mlflow.get_tracking_uri()
         parts = urlsplit(uri)
