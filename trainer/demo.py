@@ -26,6 +26,7 @@ import spool
 KILL_AFTER_STEP = 12
 KILL_DEADLINE_S = 120
 CURVE_WIDTH = 50
+CURVE_LINES = 15
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
     _headline("Compare MLflow's database with the trainer's own list, value by value")
     differences = compare(folder, killed)
     _headline("What was learned")
-    _show_curve(folder)
+    _show_curves(folder)
     print(f"\nEverything is in {folder} ({time.monotonic() - began_s:.0f} s). To look at it:")
     binaries = Path(sys.executable).parent
     print(f"  cd {folder} && {binaries / 'mlflow'} ui --backend-store-uri sqlite:///mlflow.db")
@@ -261,15 +262,18 @@ def _local_path(artifact_uri: str, folder: Path) -> Path:
 # --- show
 
 
-def _show_curve(folder: Path) -> None:
-    """Validation accuracy over steps, from the spool."""
+def _show_curves(folder: Path) -> None:
+    """Score in training and accuracy in validation over steps, from the spool; of a step taken twice, the later attempt."""
     metrics = spool.open(folder / "spool-data").runs()[0].metrics()
-    columns = (metrics[name].to_pylist() for name in ("key", "step", "value"))
-    curve = {
-        step: value for key, step, value in zip(*columns, strict=True) if key.startswith("val-core/") and "/acc/" in key
-    }
-    for step, accuracy in sorted(curve.items()):
-        print(f"  step {step:>4}  {accuracy:5.2f}  {'█' * round(accuracy * CURVE_WIDTH)}")
+    rows = list(zip(*(metrics[name].to_pylist() for name in ("key", "step", "value")), strict=True))
+    scores = {step: value for key, step, value in rows if key == "critic/score/mean"}
+    accuracies = {step: value for key, step, value in rows if key.startswith("val-core/") and "/acc/" in key}
+    print(f"  {'step':>4}  {'score':>5}  in training")
+    for step, score in sorted(scores.items())[:: max(1, len(scores) // CURVE_LINES)]:
+        print(f"  {step:>4}  {score:5.2f}  {'█' * round(score * CURVE_WIDTH)}")
+    print(f"\n  {'step':>4}  {'acc':>5}  on validation problems, greedy")
+    for step, accuracy in sorted(accuracies.items()):
+        print(f"  {step:>4}  {accuracy:5.2f}  {'█' * round(accuracy * CURVE_WIDTH)}")
 
 
 def _headline(text: str) -> None:
