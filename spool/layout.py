@@ -53,8 +53,21 @@ def runs(root: Path) -> list[Path]:
 
 
 def run_info(run: Path) -> dict[str, Any]:
-    info: dict[str, Any] = format.load_json((run / format.RUN_FILE).read_bytes())
-    format.check_format(info.get("format"), str(run / format.RUN_FILE))
+    """What run.json says. Raises NotASpoolError when it is damaged, NewerFormatError for a later format."""
+    path = run / format.RUN_FILE
+    try:
+        info: dict[str, Any] = dict(format.load_json(path.read_bytes()))
+        names = ("format", "project", "experiment", "created_ns", "attempt")
+        missing = [name for name in names if name not in info]
+    except (ValueError, TypeError) as error:
+        raise NotASpoolError(
+            f"{path}: not what `init` writes ({error}); the run's records can still be read"
+        ) from error
+    format.check_format(
+        info.get("format", format.FORMAT), str(path)
+    )  # first: a later format may miss what this one has
+    if missing:
+        raise NotASpoolError(f"{path}: {', '.join(missing)} missing; the run's records can still be read")
     return info
 
 

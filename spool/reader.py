@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spool import format, layout, liveness, table
-from spool.errors import UnknownRunError
+from spool.errors import NotASpoolError, UnknownRunError
 from spool.journal import Damage, Scan, scan
 from spool.segment import Segment
 
@@ -75,15 +75,20 @@ class Spool:
 
 
 class RunReader:
-    """One run. `info` is run.json; a journal that is still growing is read as it is now."""
+    """One run. `info` is run.json, empty where that is damaged; a journal that is still growing is read as it is now."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.id = path.name
-        self.info = layout.run_info(path)
-        self.project: str = self.info["project"]
-        self.experiment: str = self.info["experiment"]
-        self.created_ns: int = self.info["created_ns"]
+        self.info: dict[str, Any] = {}
+        self.info_damage: list[Damage] = []
+        try:
+            self.info = layout.run_info(path)
+        except NotASpoolError as error:
+            self.info_damage.append(Damage(str(path / format.RUN_FILE), 0, 0, str(error).split(": ", 1)[1]))
+        self.project: str = self.info.get("project", "unknown")
+        self.experiment: str = self.info.get("experiment", "unknown")
+        self.created_ns: int = self.info.get("created_ns", 0)
 
     @property
     def config(self) -> Any:
@@ -131,7 +136,7 @@ class RunReader:
         return self._table("events")
 
     def damage(self) -> list[Damage]:
-        return [damage for writer in self.writers() for damage in writer.damage()]
+        return self.info_damage + [damage for writer in self.writers() for damage in writer.damage()]
 
     def _table(self, name: str) -> pa.Table:
         pieces = [piece for writer in self.writers() for piece in writer.batches(name)]

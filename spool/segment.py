@@ -144,6 +144,9 @@ class Segment:
         with pq.ParquetFile(self.folder / f"{name}.parquet") as file:
             for batch in file.iter_batches(batch_size=max_rows):
                 seqs = batch.column("seq")
+                if held and held[-1].column("seq")[-1] != seqs[0]:
+                    yield pa.Table.from_batches(held)
+                    held = []
                 start = _first(seqs, lambda seq: seq > after_seq)
                 last = seqs[-1].as_py()
                 end = _first(seqs, partial(le, last))

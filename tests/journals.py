@@ -111,7 +111,11 @@ def small_journal(folder: Path, calls: int = 5) -> Iterator[JournalFile]:
     for step in range(calls):
         run.log({"a": step + 0.5, "text": f"line {step}"}, step=step)
     path = journal_path(run)
-    content = path.read_bytes()
+    header, _, *lines = path.read_bytes().splitlines(keepends=True)
+    attempt = format.record_line(
+        1, 1, None, None, format.event_body("attempt", {})
+    )  # shorter than the packages of this machine
+    content = b"".join([header, attempt, *lines])
     run.finish()
     shutil.rmtree(path.parent / "000001", ignore_errors=True)
     path.write_bytes(content)

@@ -109,7 +109,9 @@ def test_the_fast_way_leaves_what_it_cannot_write_exactly_to_the_careful_one(dat
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False, allow_infinity=False)))
+@given(
+    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False, allow_infinity=False))
+)
 def test_the_fast_way_writes_every_double_exactly(data):
     body = format.fast_metrics(data)
     if body is not None:

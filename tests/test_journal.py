@@ -57,7 +57,9 @@ def test_a_flipped_byte_is_named_with_path_offset_and_seq_and_every_other_record
         assert found.damage[0].offset == starts[line]
         assert any(one.offset <= at < one.offset + one.length for one in found.damage)
         last = None if line == len(starts) - 1 else line
-        assert (found.damage[0].first_seq, found.damage[0].last_seq) == ((None, None) if line == 0 else (line, last)), at
+        assert (found.damage[0].first_seq, found.damage[0].last_seq) == ((None, None) if line == 0 else (line, last)), (
+            at
+        )
 
 
 @pytest.mark.slow
@@ -76,7 +78,9 @@ def test_the_readers_deliver_what_is_left_of_a_flipped_journal(tmp_path):
     journal.flip(journal.starts()[3] + 20)
     assert [row["value"] for row in rows(run)] == [0.0, 2.0, 3.0]
     (damage,) = reader(run).damage()
-    assert str(damage) == f"{path}: checksum mismatch at byte {journal.starts()[3]}, {len(journal.lines[3])} bytes (seq 3)"
+    assert (
+        str(damage) == f"{path}: checksum mismatch at byte {journal.starts()[3]}, {len(journal.lines[3])} bytes (seq 3)"
+    )
     path.write_bytes(journal.content)
 
 

@@ -302,7 +302,14 @@ def test_steps_may_decrease_and_repeat_and_order_is_that_of_the_calls(tmp_path):
 def test_a_generation_keeps_known_columns_and_puts_the_rest_into_extra(tmp_path):
     run = begin(tmp_path)
     given_rows = [
-        {"input": "1+1", "output": "2", "label": 2, "score": np.float32(0.5), "reward": {"fmt": math.nan}, "ids": np.arange(3)},
+        {
+            "input": "1+1",
+            "output": "2",
+            "label": 2,
+            "score": np.float32(0.5),
+            "reward": {"fmt": math.nan},
+            "ids": np.arange(3),
+        },
         {"output": ["a", {"b": 2**60}], "score": "high", "index": np.int64(9)},
         "only text",
         {"score": 10**400},
@@ -328,7 +335,9 @@ def test_a_generation_keeps_known_columns_and_puts_the_rest_into_extra(tmp_path)
 def test_any_split_is_kept_as_text(tmp_path, split):
     run = begin(tmp_path)
     run.log_generations(step=1, rows=[{"output": "x"}], split=split)
-    assert [row["split"] for row in rows(run, "generations")] == [{"\ud800": "�", "验证": "验证"}.get(split, repr(split))]
+    assert [row["split"] for row in rows(run, "generations")] == [
+        {"\ud800": "�", "验证": "验证"}.get(split, repr(split))
+    ]
 
 
 def test_a_text_stays_whole_at_any_length(tmp_path):
@@ -367,8 +376,12 @@ def test_a_line_holds_exactly_what_was_logged(data):
         assert {key: bits(value) for key, value in decoded[0]["metrics"].items()} == {
             key: bits(value) for key, value in slow["metrics"].items()
         }
-    stored = {key: value for one in decoded for name in (METRICS, DECIMALS, TEXTS) for key, value in one.get(name, {}).items()}
-    cleaned = {key.encode("utf-8", "surrogatepass").decode("utf-8", "replace") if key.isascii() else key: key for key in data}
+    stored = {
+        key: value for one in decoded for name in (METRICS, DECIMALS, TEXTS) for key, value in one.get(name, {}).items()
+    }
+    cleaned = {
+        key.encode("utf-8", "surrogatepass").decode("utf-8", "replace") if key.isascii() else key: key for key in data
+    }
     for key, value in data.items():
         if key not in cleaned or any("\ud800" <= one <= "\udfff" for one in key):
             continue
@@ -381,7 +394,9 @@ def test_a_line_holds_exactly_what_was_logged(data):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.recursive(SCALARS | st.binary(), lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner))
+    st.recursive(
+        SCALARS | st.binary(), lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner)
+    )
 )
 def test_any_tree_becomes_json_that_the_encoder_takes(tree):
     plain = jsonable(tree, Notes())

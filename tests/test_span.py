@@ -39,7 +39,11 @@ def test_spans_nest_and_carry_their_roots_step_and_indices(run):
     common = ("step", "sample_index", "rollout_n", "validate")
     assert [found["tool"][key] for key in common] == [5, 3, 1, True]
     assert [found["other"][key] for key in common] == [9, 4, 1, True]
-    assert (found["tool"]["inputs"], found["tool"]["outputs"], found["tool"]["attributes"]) == (None, '{"v":2}', '{"k":[1]}')
+    assert (found["tool"]["inputs"], found["tool"]["outputs"], found["tool"]["attributes"]) == (
+        None,
+        '{"v":2}',
+        '{"k":[1]}',
+    )
     assert (found["root"]["inputs"], found["root"]["outputs"], found["root"]["type"]) == ('{"q":1}', '"done"', "AGENT")
     assert all(row["status"] == "OK" and row["start"] <= row["end"] for row in found.values())
     assert (len(found["root"]["trace_id"]), len(found["root"]["span_id"])) == (32, 16)
@@ -58,7 +62,9 @@ def test_threads_have_traces_of_their_own_unless_a_parent_is_given(run):
             pass
 
     with run.span("root") as root:
-        threads = [threading.Thread(target=work, args=(given, name)) for given, name in ((None, "own"), (root, "child"))]
+        threads = [
+            threading.Thread(target=work, args=(given, name)) for given, name in ((None, "own"), (root, "child"))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -237,7 +237,10 @@ def test_a_forked_child_is_another_writer_and_cannot_finish_the_run(tmp_path):
     lead, child = found.writers()
     assert (lead.is_lead, child.is_lead, child.finished) == (True, False, True)
     assert f"-{pid}-" in child.id
-    assert Counter((row["writer_id"], row["key"]) for row in rows(run)) == {(lead.id, "parent"): 2, (child.id, "child"): 1}
+    assert Counter((row["writer_id"], row["key"]) for row in rows(run)) == {
+        (lead.id, "parent"): 2,
+        (child.id, "child"): 1,
+    }
     assert found.damage() == []
     run.finish()
     assert reader(run).status().state == "finished"
@@ -356,7 +359,10 @@ def test_what_a_short_write_left_and_cannot_be_removed_is_given_up_with_its_jour
     run.log({"a": 4.0})
     assert [row["value"] for row in rows(run)] == [1.0, 4.0]
     found = own_writer(run)
-    assert [part.path.name for part in found._parts if hasattr(part, "is_torn") and part.is_torn] in (["000001.jsonl"], [])
+    assert [part.path.name for part in found._parts if hasattr(part, "is_torn") and part.is_torn] in (
+        ["000001.jsonl"],
+        [],
+    )
     assert found.damage() == []
 
 

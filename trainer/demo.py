@@ -77,7 +77,9 @@ def _start(folder: Path) -> "subprocess.Popen[str]":
         "trainer.project_name=demo",
         "trainer.experiment_name=calculator-grpo",
     ]
-    arguments += [f"trainer.default_local_dir={folder / 'checkpoints'}", *sys.argv[1:]]
+    arguments += [f"trainer.default_local_dir={folder / 'checkpoints'}"]
+    arguments += ["actor_rollout_ref.actor.optim.lr=1e-4", "trainer.test_freq=2"]  # slow enough for a curve to be seen
+    arguments += sys.argv[1:]
     return subprocess.Popen(
         arguments,
         cwd=folder,
