@@ -10,6 +10,7 @@ import click
 from spool import __version__, format, layout, liveness, seal
 from spool.errors import SealError, SpoolError
 from spool.reader import RunReader, Spool, WriterReader
+from spool.record import Notes, jsonable
 
 
 class _Command(click.Group):
@@ -160,7 +161,7 @@ def show(spool: Path, name: str, as_json: bool) -> None:
     ]
     found = {**_summary(run), "path": str(run.path), "attempt_list": attempts, "metrics": dict(sorted(last.items()))}
     if as_json:
-        click.echo(format.dump_json(found).decode(), nl=False)
+        click.echo(format.dump_json(jsonable(found, Notes())).decode(), nl=False)  # NaN is a word, not null
         return
     for key in ("run", "path", "project", "experiment", "status", "attempts", "writers", "records"):
         click.echo(f"{key:<12}{found[key]}")

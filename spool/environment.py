@@ -7,6 +7,7 @@ import platform
 import socket
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def _ray() -> dict[str, str]:
     return {"job_id": context.get_job_id(), "node_id": context.get_node_id()}
 
 
+@cache
 def _packages() -> dict[str, str]:
     found = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
     return dict(sorted((name, version) for name, version in found if name))

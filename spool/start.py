@@ -11,7 +11,7 @@ from typing import Any
 
 from spool import environment, files, format, layout
 from spool.errors import NotASpoolError, SpoolError, UnknownRunError
-from spool.record import Notes, Redact, jsonable, keep
+from spool.record import Notes, Redact, clean_text, jsonable, keep
 from spool.redact import capture, mask_tree
 from spool.run import Run, export, inherited
 from spool.writer import DURABILITIES, warn
@@ -120,14 +120,15 @@ def _enter(
     strict: bool,
 ) -> Run:
     plain_config = mask_tree(jsonable(config, Notes(), mask or keep)) if config is not None else {}
-    begun = None
+    begun, origin = None, None
     if wanted is None or not (root / wanted / format.RUN_FILE).is_file():
         if resume == "must":
             raise UnknownRunError(
                 f"{root}: no run {wanted or 'named'} to resume; name one with run_id=, or use resume=True"
             )
+        origin = environment.describe()
         begun = _mint(
-            root, wanted, project or "default", experiment or _script(), plain_config, may_leave, mask or keep
+            root, wanted, project or "default", experiment or _script(), plain_config, may_leave, mask or keep, origin
         )
     path = begun or root / str(wanted)
     info = layout.run_info(path)
@@ -146,14 +147,21 @@ def _enter(
     )
     if is_lead:
         ours = {"attempt": run.attempt, "continues": continues, "resumed_from_step": resumed_from_step}
-        run._event("attempt", {"config": plain_config, **environment.describe()}, exact=ours)
+        run._event("attempt", {"config": plain_config, **(origin or environment.describe())}, exact=ours)
         export(run)
         warn(f"run {run.id} in {path}")
     return run
 
 
 def _mint(
-    root: Path, wanted: str | None, project: str, experiment: str, config: Any, may_leave: bool, mask: Redact
+    root: Path,
+    wanted: str | None,
+    project: str,
+    experiment: str,
+    config: Any,
+    may_leave: bool,
+    mask: Redact,
+    origin: Any,
 ) -> Path | None:
     """Publish run.json, once and only once; None when another process was first: then this one joins."""
     path = root / (wanted or _new_run_id(experiment))
@@ -161,13 +169,13 @@ def _mint(
     info = {
         "format": format.FORMAT,
         "run": path.name,
-        "project": project,
-        "experiment": experiment,
+        "project": clean_text(project, Notes()),
+        "experiment": clean_text(experiment, Notes()),
         "created_ns": time.time_ns(),
         "attempt": {"id": _attempt_id(1), "number": 1},
         "may_leave": may_leave,
         "config": config,
-        **jsonable(environment.describe(), Notes(), mask),
+        **jsonable(origin, Notes(), mask),
     }
     try:
         files.publish_file(path / format.RUN_FILE, format.dump_json(info))

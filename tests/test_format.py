@@ -23,7 +23,7 @@ def crc32c(content: bytes) -> int:
 
 
 def test_a_line_is_json_that_ends_with_its_checksum_in_18_bytes():
-    assert LINE == b'{"seq":7,"ts":123,"step":5,"metrics":{"a":1.5},"crc":"%08x"}\n' % crc32c(LINE[:-19])
+    assert b'{"seq":7,"ts":123,"step":5,"metrics":{"a":1.5},"crc":"%08x"}\n' % crc32c(LINE[:-19]) == LINE
     assert json.loads(LINE)["metrics"] == {"a": 1.5}
 
 

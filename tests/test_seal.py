@@ -280,7 +280,8 @@ def segments(path):
     return list(path.glob("r/*/000001"))
 
 
-def test_a_live_writer_is_not_sealed(other_writer, tmp_path):
+@pytest.mark.usefixtures("other_writer")
+def test_a_live_writer_is_not_sealed(tmp_path):
     done = spool_seal(tmp_path / "s")
     assert "its process is running" in done.stderr
     assert segments(tmp_path / "s") == []

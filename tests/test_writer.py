@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from journals import begin, begin_without_thread, journal_path, own_writer, reader, records, rows
@@ -79,7 +80,7 @@ def test_a_call_from_inside_a_call_through_the_garbage_collector_is_kept(tmp_pat
 
     def write(descriptor: int, line: bytes) -> int:
         written = real(descriptor, line)
-        gc.collect()  # as any allocation in here may
+        gc.collect(0)  # as any allocation in here may
         return written
 
     monkeypatch.setattr(files, "write", write)
@@ -98,7 +99,7 @@ def test_thousands_of_calls_from_inside_one_call_are_kept(tmp_path, monkeypatch)
     def write(descriptor: int, line: bytes) -> int:
         monkeypatch.setattr(files, "write", real)
         LogsWhenItDies(run, calls=5000)
-        gc.collect()
+        gc.collect(0)
         return real(descriptor, line)
 
     monkeypatch.setattr(files, "write", write)
@@ -114,7 +115,7 @@ def test_a_call_from_a_destructor_during_rotation_stays_in_the_chain(tmp_path, m
 
     def header_line(header: dict) -> bytes:
         LogsWhenItDies(run)
-        gc.collect()
+        gc.collect(0)
         return real(header)
 
     monkeypatch.setattr(format, "header_line", header_line)
@@ -265,7 +266,7 @@ def test_a_fork_after_the_finish_closes_no_other_file_and_begins_no_writer(tmp_p
     assert "Exception" not in capfd.readouterr().err
 
 
-def test_a_forked_child_that_cannot_begin_a_journal_goes_on_training(tmp_path, capfd, monkeypatch):
+def test_a_forked_child_that_cannot_begin_a_journal_goes_on_training(tmp_path, capfd):
     run = begin(tmp_path)
 
     def no_room(_path: object) -> None:
@@ -419,7 +420,7 @@ def test_journals_are_chained_by_hash_and_length_when_they_rotate_by_size(tmp_pa
     journals = sorted(run._writer.folder.glob("*.jsonl"))
     assert len(journals) >= 4
     scans = [scan(path) for path in journals]
-    for before, after in zip(scans, scans[1:], strict=False):
+    for before, after in pairwise(scans):
         content = before.path.read_bytes()
         assert after.header["previous"] == {"length": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         assert after.header["first_seq"] == before.last_seq + 1
@@ -477,7 +478,7 @@ def test_a_failed_fdatasync_begins_a_new_journal_and_says_what_is_suspect(tmp_pa
         disk.setattr(files, "sync_data", sync_data)
         run._writer._tick()
     assert journal_path(run).name != "000001.jsonl"
-    body = [format.load_json(row["body"].encode()) for row in rows(run, "events") if row["kind"] == "loss"][0]
+    body = next(format.load_json(row["body"].encode()) for row in rows(run, "events") if row["kind"] == "loss")
     assert body["suspect"][1] >= 2
     assert "Input/output error" in body["reason"]
 
