@@ -1,6 +1,7 @@
 """`spool`: look at what was recorded, verify it, seal what a killed process left. Reading commands write nothing."""
 
 import sys
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,9 @@ def verify(spool: Path, names: tuple[str, ...], as_json: bool) -> None:
 def seal_command(spool: Path, names: tuple[str, ...]) -> None:
     """Seal journals into Parquet for writers that have finished or are provably dead.
 
-    Proof of death needs this machine and this boot: a silent writer may only be stopped. Others are left alone.
+    Journals sealed at least ten minutes ago are removed, where their segment holds all of them, by length and hash. Proof of death needs this machine and this boot: a silent writer may only be stopped. Others are left alone.
     """
-    sealed = failed = 0
+    sealed = removed = failed = 0
     for run in _chosen(spool, names):
         for writer in run.writers():
             why = _open_reason(writer)
@@ -121,15 +122,22 @@ def seal_command(spool: Path, names: tuple[str, ...]) -> None:
                 click.echo(f"{writer.path}: left alone, {why}", err=True)
                 continue
             for source in layout.sources(writer.path):
-                if source.journal is None or source.segment is not None:
+                if source.journal is None:
                     continue
                 try:
-                    seal.seal(source.journal)
-                    sealed += 1
+                    if source.segment is None:
+                        seal.seal(source.journal)
+                        sealed += 1
+                    elif time.time() - source.segment.stat().st_mtime >= seal.KEEP_SEALED_S:
+                        removed += seal.remove_sealed(source.journal)
                 except (OSError, SealError) as error:
                     failed += 1
                     click.echo(str(error), err=True)
-    click.echo(f"sealed {sealed} journals" + (f", {failed} could not be" if failed else ""))
+    click.echo(
+        f"sealed {sealed} journals"
+        + (f", removed {removed} that were sealed before" if removed else "")
+        + (f", {failed} could not be sealed" if failed else "")
+    )
     sys.exit(1 if failed else 0)
 
 

@@ -204,7 +204,31 @@ class WriterReader:
                     Damage(str(path), 0, 0, "journal or segment missing before this", expected, first - 1)
                 )
             expected = max(expected, last + 1)
+            self._damage += self._broken_link(parts, part)
             self._damage += [self._resolve(one, part, parts) for one in found]
+
+    def _broken_link(self, parts: list["Segment | Scan"], part: "Segment | Scan") -> list[Damage]:
+        """Whether the journal before `part` is the one that its header names by length and sha256."""
+        link = _header(part).get("previous")
+        before = parts[parts.index(part) - 1] if parts.index(part) else None
+        if link is None or before is None or _number(before) != _number(part) - 1:
+            return []  # what is missing is reported as missing
+        if isinstance(before, Segment):
+            path, found = before.folder, before.manifest["journal"]
+            is_damaged = bool(before.recorded_damage)
+        else:
+            path, found = before.path, {"length": before.valid_length, "sha256": before.sha256}
+            is_damaged = bool(before.damage) or before.header is None  # reported already, or only a journal's end
+        if is_damaged or found == link:
+            return []
+        return [
+            Damage(
+                str(path),
+                0,
+                found["length"],
+                f"not the journal that {format.journal_name(_number(part))} follows: its sha256 is another",
+            )
+        ]
 
     def _resolve(self, damage: Damage, part: "Segment | Scan", parts: list["Segment | Scan"]) -> Damage:
         """What a damaged last line held, only the first seq of the next journal tells."""
@@ -212,7 +236,7 @@ class WriterReader:
             return damage
         following = parts[parts.index(part) + 1 :]
         for one in following:
-            header = one.manifest.get("header") if isinstance(one, Segment) else one.header
+            header = _header(one)
             if header:
                 last = int(header["first_seq"]) - 1
                 known = (damage.first_seq, last) if last >= damage.first_seq else (None, None)
@@ -222,8 +246,7 @@ class WriterReader:
     def _was_given_up(self, part: Scan, parts: list["Segment | Scan"]) -> bool:
         """Whether the writer itself left this tail behind: the next journal names the valid length before it."""
         for one in parts[parts.index(part) + 1 :]:
-            header = one.manifest.get("header") if isinstance(one, Segment) else one.header
-            previous = (header or {}).get("previous") or {}
+            previous = _header(one).get("previous") or {}
             return bool(previous.get("length") == part.valid_length)
         return False
 
@@ -289,6 +312,14 @@ class WriterReader:
         """What of this writer's records is damaged or missing. Reads every file of its segments."""
         in_segments = [damage for part in self._parts if isinstance(part, Segment) for damage in part.damage()]
         return in_segments + self._damage
+
+
+def _header(part: Segment | Scan) -> dict[str, Any]:
+    return (part.manifest.get("header") if isinstance(part, Segment) else part.header) or {}
+
+
+def _number(part: Segment | Scan) -> int:
+    return int(part.manifest["number"]) if isinstance(part, Segment) else int(part.path.stem)
 
 
 def last_state(spans: pa.Table) -> pa.Table:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from spool import files, format, histogram, layout
 from spool.errors import WriteError
@@ -65,6 +65,7 @@ class Run:
         self._writer: Writer | None = self._open_writer(continues)
         self._forked = self._writer
         self._rejoining = threading.Lock()
+        _watch_exit()
         _open_runs.add(self)
 
     def _open_writer(self, continues: dict[str, Any] | None = None) -> Writer:
@@ -185,6 +186,19 @@ class Run:
             self._refuse(f"{source}: cannot describe this input ({error})", error)
             body["error"] = str(error)
         self._event("input", body, exact={"sha256": body["sha256"]} if "sha256" in body else None)
+
+    def flush(self) -> None:
+        """Everything logged so far survives a power cut when this returns; call it before saving a checkpoint.
+
+        A kill needs no flush. Where the disk fails it warns, or raises WriteError with strict=True.
+        """
+        writer = self._writer
+        if writer is None or self._status is not None:
+            return
+        try:
+            writer.sync()
+        except OSError as error:
+            self._refuse(f"{writer.path}: not synced ({error})", error)
 
     def finish(self, status: str = "finished") -> None:
         """Record the end, seal what is left, and print the counts and the command that replays the run. Idempotent.
@@ -348,11 +362,30 @@ def _unexport(run: Run) -> None:
         _exported.clear()
 
 
+_exit_codes: list[object] = []
+_sys_exit = sys.exit
+_is_watching = False
+
+
+def _watch_exit() -> None:
+    """Hear the code of `sys.exit(code)` from now on: at exit the interpreter no longer tells it."""
+    global _is_watching  # noqa: PLW0603 - sys.exit is as global
+    if not _is_watching:
+        _is_watching = True
+        sys.exit = _exit
+
+
+def _exit(code: Any = None) -> NoReturn:
+    _exit_codes.append(code)
+    _sys_exit(code)
+
+
 def _finish_at_exit() -> None:
     """Politeness, never safety: an interpreter that ends by itself says how."""
-    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    raised = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    failed = raised is not None or _exit_codes[-1:] not in ([], [None], [0])
     for run in list(_open_runs):
-        run.finish("failed" if failed is not None else "finished")
+        run.finish("failed" if failed else "finished")
 
 
 def _after_fork() -> None:

@@ -17,6 +17,8 @@ from spool.errors import SealError
 from spool.journal import scan
 
 NICE = 10
+KEEP_SEALED_S = 600
+"""A sealed journal stays at least this long: copies under way and readers need time to move on."""
 
 _CHILD = "import sys; sys.path[:] = sys.argv[1].split(chr(0x1F)); from spool.seal import main; main()"
 

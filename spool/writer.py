@@ -27,7 +27,6 @@ from spool.errors import SealError
 SEAL_BYTES = 16 << 20
 SEAL_AFTER_S = 600
 SEAL_AFTER_MIN_BYTES = 1 << 20
-KEEP_SEALED_S = 600
 ALIVE_AFTER_S = 60
 SYNC_EACH_S = 1.0
 WARN_EACH_S = 60
@@ -132,24 +131,34 @@ class Writer:
         for body in bodies:
             seq, size = self.seq + 1, self._size
             line = format.record_line(seq, ts, step, ordinal, body)
+            if self._unwritable:
+                failure = OSError(self._unwritable)
+                self._lose(body, failure)
+                continue
             try:
-                if self._unwritable:
-                    raise OSError(self._unwritable)
                 if files.write(self._descriptor, line) != len(line):
                     raise OSError("short write; is the disk full?")
                 if self._durability == "record":
-                    files.sync_data(self._descriptor)
+                    self._sync_record()
                 self.seq, self._size = seq, size + len(line)
             except OSError as error:
                 failure = error
-                self._lose(body, error)
+                if not self._is_kept(seq, size, line):
+                    self._lose(body, error)
             except BaseException:  # a signal handler raised (Ctrl-C) between the write and its commit
-                if not self._unwritable:
-                    self._settle(seq, size, line)
+                self._settle(seq, size, line)
                 raise
         if self._size >= SEAL_BYTES:
             self._wake.set()
         return failure
+
+    def _sync_record(self) -> None:
+        try:
+            files.sync_data(self._descriptor)
+        except OSError as error:  # the kernel has marked the pages clean: only a new journal can be believed again
+            self._unwritable = f"fdatasync: {error}"
+            self._wake.set()
+            raise
 
     def _settle(self, seq: int, size: int, line: bytes) -> None:
         """Commit the record if all of it is in the file, take it back otherwise: a seq is never used twice."""
@@ -159,6 +168,18 @@ class Writer:
             self.seq, self._size = seq - 1, size
             self._take_back()
 
+    def _is_kept(self, seq: int, size: int, line: bytes) -> bool:
+        """Take back a record that could not be written; True when all of it stands there and cannot be removed.
+
+        Readers will find such a record, so it keeps its seq.
+        """
+        self._take_back()
+        with suppress(OSError):
+            if os.fstat(self._descriptor).st_size == size + len(line):
+                self.seq, self._size = seq, size + len(line)
+                return True
+        return False
+
     def _take_back(self) -> None:
         try:
             files.truncate(self._descriptor, self._size)
@@ -167,11 +188,9 @@ class Writer:
             self._wake.set()  # only a new journal may follow it
 
     def _lose(self, body: bytes, error: OSError) -> None:
-        """Count a record that could not be written, and take back what part of it reached the file."""
+        """Count a record that could not be written."""
         self._lost[format.table_of_body(body)] += 1
         self._loss_reason = str(error)
-        if not self._unwritable:
-            self._take_back()
         lost = ", ".join(f"{count} of {name}" for name, count in sorted(self._lost.items()))
         self._warn_at_times(f"{self.path}: could not write ({error}); records lost so far: {lost}; training goes on")
 
@@ -318,7 +337,7 @@ class Writer:
     def _redundant(self, now: float) -> list[Path]:
         """Journals sealed long enough ago: copies under way and readers have had time to move on."""
         paths = []
-        while self._sealed and now - self._sealed[0][1] >= KEEP_SEALED_S:
+        while self._sealed and now - self._sealed[0][1] >= seal.KEEP_SEALED_S:
             paths.append(self._sealed.popleft()[0])
         return paths
 
@@ -326,6 +345,11 @@ class Writer:
 
     def event(self, kind: str, body: dict[str, Any]) -> None:
         self.append(time.time_ns(), None, [format.event_body(kind, body)])
+
+    def sync(self) -> None:
+        """All records so far survive a power cut when this returns. Raises OSError when the disk says otherwise."""
+        with self._lock:  # the background thread must not exchange the journal meanwhile
+            files.sync_data(self._descriptor)
 
     def head(self) -> dict[str, Any]:
         """How far this writer has got, for the roster."""

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -135,6 +136,23 @@ def test_seal_seals_what_has_finished_and_twice_is_once(run, tmp_path):
     )
 
 
+def test_seal_removes_a_journal_that_was_sealed_ten_minutes_ago_and_no_other(run, tmp_path):
+    run.finish()
+    before = call("show", tmp_path / "s", "--run", run.id).stdout
+    [segment] = (tmp_path / "s").glob("*/*/000001")
+    journal = segment.with_suffix(".jsonl")
+    os.utime(segment, (1, time.time() - 599))
+    assert call("seal", tmp_path / "s").stdout == "sealed 0 journals\n"
+    os.utime(segment, (1, time.time() - 601))
+    journal.write_bytes(journal.read_bytes() + b"x")
+    assert call("seal", tmp_path / "s").stdout == "sealed 0 journals\n"
+    journal.write_bytes(journal.read_bytes()[:-1])
+    assert call("seal", tmp_path / "s").stdout == "sealed 0 journals, removed 1 that were sealed before\n"
+    assert not journal.exists()
+    assert call("show", tmp_path / "s", "--run", run.id).stdout == before
+    assert call("verify", tmp_path / "s").exit_code == 0
+
+
 @pytest.mark.usefixtures("run")
 def test_seal_leaves_a_live_writer_alone(tmp_path):
     done = call("seal", tmp_path / "s")
@@ -149,7 +167,7 @@ def test_seal_of_what_cannot_be_sealed_says_why_and_exits_1(tmp_path):
     shutil.rmtree(path.parent / "000001")
     path.write_bytes(b"x" + path.read_bytes()[1:])
     done = call("seal", tmp_path / "spool")
-    assert (done.exit_code, done.stdout) == (1, "sealed 0 journals, 1 could not be\n")
+    assert (done.exit_code, done.stdout) == (1, "sealed 0 journals, 1 could not be sealed\n")
     assert "the header is damaged" in done.stderr
 
 

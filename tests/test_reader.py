@@ -9,6 +9,7 @@ from journals import begin, begin_without_thread, copy_of, journal_path, own_wri
 
 import spool
 from spool import format, liveness, seal
+from spool.errors import SealError
 from spool.reader import WriterReader
 
 
@@ -264,3 +265,26 @@ def test_two_runs_are_read_apart(tmp_path):
     two.log({"a": 2.0})
     assert [row["value"] for row in rows(one)] == [1.0]
     assert [row["value"] for row in rows(two)] == [2.0]
+
+
+def test_a_journal_swapped_for_another_of_equal_seqs_is_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr("spool.writer.SEAL_BYTES", 1)
+    monkeypatch.setattr("spool.seal.start", no_sealing)
+    run = begin_without_thread(tmp_path)
+    for value in (1.0, 2.0):
+        run.log({"a": value}, step=1)
+        run._writer._tick()
+    assert own_writer(run).damage() == []
+    journal = run._writer.folder / "000002.jsonl"
+    header, *lines = journal.read_bytes().splitlines(keepends=True)
+    body = format.fast_metrics({"a": 9.0})
+    forged = [format.record_line(format.seq_of_line(line), 1, 1, None, body) for line in lines]
+    journal.write_bytes(b"".join([header, *forged]))
+    [damage] = own_writer(run).damage()
+    assert "000002.jsonl" in str(damage)
+    assert "sha256" in damage.reason
+    assert 9.0 in [row["value"] for row in rows(run)], "reported, and still delivered"
+
+
+def no_sealing(*_arguments, **_settings):
+    raise SealError("not in this test")

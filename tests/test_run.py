@@ -1,5 +1,6 @@
 """A run as a process sees it: begun durably, joined by environment, resumed, finished once, and never in the way."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from journals import begin, own_writer, reader, rows
 
 import spool
-from spool import format
+from spool import files, format
 
 
 def python(script, *arguments, **settings):
@@ -177,8 +178,15 @@ def test_the_context_manager_says_how_it_ended(tmp_path):
 
 @pytest.mark.parametrize(
     ("ending", "state"),
-    [("pass", "finished"), ("raise RuntimeError('boom')", "failed"), ("raise KeyboardInterrupt", "failed")],
-    ids=["returns", "raises", "interrupted"],
+    [
+        ("pass", "finished"),
+        ("raise RuntimeError('boom')", "failed"),
+        ("raise KeyboardInterrupt", "failed"),
+        ("sys.exit(0)", "finished"),
+        ("sys.exit(1)", "failed"),
+        ("sys.exit('no such file')", "failed"),
+    ],
+    ids=["returns", "raises", "interrupted", "exits", "exits with a code", "exits with a message"],
 )
 def test_an_interpreter_that_ends_says_how_even_where_the_run_was_dropped(tmp_path, ending, state):
     script = f"""
@@ -310,3 +318,19 @@ def test_import_pulls_in_neither_pyarrow_nor_numpy_nor_a_tracker():
         print(sorted({"pyarrow", "numpy", "pandas", "torch", "mlflow", "click"} & set(sys.modules)))
     """
     assert python(script).stdout == "[]\n"
+
+
+def test_flush_syncs_before_it_returns_and_a_failing_disk_is_a_warning(tmp_path, monkeypatch, capfd):
+    run = begin(tmp_path, durability="os")
+    run.log({"a": 1.0})
+    synced = []
+    monkeypatch.setattr(files, "sync_data", synced.append)
+    run.flush()
+    assert len(synced) == 1
+
+    def sync_data(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files, "sync_data", sync_data)
+    run.flush()
+    assert "not synced" in capfd.readouterr().err

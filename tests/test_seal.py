@@ -225,7 +225,7 @@ def test_a_seal_killed_at_a_durable_step_loses_nothing(run, step, nth):
 
 def test_a_writer_seals_as_it_goes_and_removes_what_was_sealed_before(tmp_path, monkeypatch):
     monkeypatch.setattr("spool.writer.SEAL_BYTES", 20_000)
-    monkeypatch.setattr("spool.writer.KEEP_SEALED_S", 0)
+    monkeypatch.setattr("spool.seal.KEEP_SEALED_S", 0)
     run = begin_without_thread(tmp_path)
     writer = run._writer
     for step in range(900):

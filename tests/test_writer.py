@@ -483,6 +483,43 @@ def test_a_failed_fdatasync_begins_a_new_journal_and_says_what_is_suspect(tmp_pa
     assert "Input/output error" in body["reason"]
 
 
+def test_a_record_whose_fdatasync_fails_is_lost_and_a_new_journal_begins(tmp_path, monkeypatch):
+    run = begin_without_thread(tmp_path, durability="record")
+    run.log({"a": 1.0})
+
+    def sync_data(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(files, "sync_data", sync_data)
+        run.log({"a": 2.0})
+    run.log({"a": 3.0})  # the journal is not believed any more, even where the disk says "fine" again
+    run._writer._tick()
+    run.log({"a": 4.0})
+    run._writer._tick()
+    assert journal_path(run).name == "000002.jsonl"
+    assert [row["value"] for row in rows(run)] == [1.0, 4.0]
+    [loss] = [format.load_json(row["body"].encode()) for row in rows(run, "events") if row["kind"] == "loss"]
+    assert loss["records"] == {"metrics": 2}
+    assert own_writer(run).damage() == []
+
+
+def test_a_whole_record_that_cannot_be_taken_back_keeps_its_seq(tmp_path, monkeypatch):
+    run = begin_without_thread(tmp_path, durability="record")
+
+    def fails(*_arguments: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(files, "sync_data", fails)
+        disk.setattr(files, "truncate", fails)
+        run.log({"a": 1.0})
+    run._writer._tick()
+    run.log({"a": 2.0})
+    assert [row["value"] for row in rows(run)] == [1.0, 2.0]
+    assert own_writer(run).damage() == []
+
+
 def test_a_silent_writer_says_that_it_is_alive(tmp_path, monkeypatch):
     run = begin_without_thread(tmp_path)
     run._writer._tick()

@@ -60,6 +60,11 @@ class Recorder:
         finally:
             self._note({"kind": "span", "span_id": span.span_id, "name": name, "step": details["step"]})
 
+    def flush(self) -> None:
+        """What is recorded so far survives a power cut when this returns."""
+        if self._run is not None:
+            self._run.flush()
+
     def finish(self, status: str) -> None:
         if self._run is not None:
             self._run.finish(status=status)

@@ -269,6 +269,7 @@ class Training:
         return metrics
 
     def _save(self, step: int) -> None:
+        self._recorder.flush()  # a power cut must not leave a checkpoint of a step whose record is lost
         architecture = dataclasses.asdict(self._config.actor_rollout_ref.model)
         self._checkpoints.save(step, {"step": step, "architecture": architecture, **self.learner.state()})
 
