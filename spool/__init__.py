@@ -14,7 +14,7 @@ Importing costs < 100 ms and pulls in neither pyarrow nor any tracker; pyarrow c
 import os
 from typing import TYPE_CHECKING
 
-from spool.errors import NewerFormatError, NotASpoolError, SpoolError, UnknownRunError, WriteError
+from spool.errors import FinishedRunError, NewerFormatError, NotASpoolError, SpoolError, UnknownRunError, WriteError
 from spool.run import Run
 from spool.span import Span
 from spool.start import init
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "FinishedRunError",
     "NewerFormatError",
     "NotASpoolError",
     "Run",

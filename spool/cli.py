@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from spool import __version__, format, layout, liveness, seal
+from spool import __version__, format, layout, seal
 from spool.errors import SealError, SpoolError
 from spool.reader import RunReader, Spool, WriterReader
 from spool.record import Notes, jsonable
@@ -112,6 +112,7 @@ def verify(spool: Path, names: tuple[str, ...], as_json: bool) -> None:
 def seal_command(spool: Path, names: tuple[str, ...]) -> None:
     """Seal journals into Parquet for writers that have finished or are provably dead.
 
+    A proven death is recorded in the segment, so do this before copying the spool: the copy then knows that the run is over.
     Journals sealed at least ten minutes ago are removed, where their segment holds all of them, by length and hash. Proof of death needs this machine and this boot: a silent writer may only be stopped. Others are left alone.
     """
     sealed = removed = failed = 0
@@ -126,7 +127,7 @@ def seal_command(spool: Path, names: tuple[str, ...]) -> None:
                     continue
                 try:
                     if source.segment is None:
-                        seal.seal(source.journal)
+                        seal.seal(source.journal, writer_died=not writer.finished)
                         sealed += 1
                     elif time.time() - source.segment.stat().st_mtime >= seal.KEEP_SEALED_S:
                         removed += seal.remove_sealed(source.journal)
@@ -145,7 +146,7 @@ def _open_reason(writer: WriterReader) -> str | None:
     """Why a writer's journals must not be sealed by another process; None when they may."""
     if writer.finished:
         return None
-    alive = liveness.is_alive(writer.header)
+    alive = writer.is_alive()
     if alive is None:
         return "no finish record, and its death cannot be proven from this machine"
     return "its process is running" if alive else None
@@ -174,10 +175,12 @@ def show(spool: Path, name: str, as_json: bool) -> None:
     for key in ("run", "path", "project", "experiment", "status", "attempts", "writers", "records"):
         click.echo(f"{key:<12}{found[key]}")
     for one in attempts:
-        continued = f" continues {one['continues']} from step {one['resumed_from_step']}" if one["continues"] else ""
+        continued = f" continues {one['continues']}" if one["continues"] else ""
+        continued += f" from step {one['resumed_from_step']}" if one["resumed_from_step"] is not None else ""
         click.echo(f"{'attempt':<12}{one['attempt']}{continued}")
     for key, value in found["metrics"].items():
-        click.echo(f"{key:<40} step {value['step']}: {value['value']}")
+        step = "no step" if value["step"] is None else f"step {value['step']}"
+        click.echo(f"{key:<40} {step}: {value['value']}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ SpoolError
 ├── NotASpoolError         the folder is not a spool, or cannot be made one
 ├── NewerFormatError       written by a later release; this one must not guess
 ├── UnknownRunError        no run, or several runs, answer to the name
+├── FinishedRunError       joining a run that has ended; resuming it is meant, or another run
 ├── SealError              a journal could not be sealed; it stays as it is
 └── WriteError             a record could not be written (raised with strict=True only)
 
@@ -24,6 +25,10 @@ class NewerFormatError(SpoolError):
 
 
 class UnknownRunError(SpoolError):
+    pass
+
+
+class FinishedRunError(SpoolError):
     pass
 
 

@@ -79,6 +79,13 @@ class Scan:
     def last_seq(self) -> int:
         return self.seqs[-1] if self.seqs else (self.header or {}).get("first_seq", 1) - 1
 
+    def end(self) -> dict[str, Any] | None:
+        """{"status", "ts"} of the finish record, None where the last record is another."""
+        for record in self.records(self.last_seq - 1):
+            if record.get("event") == "finish":
+                return {"status": record["body"]["status"], "ts": record["ts"]}
+        return None
+
     def records(self, after_seq: int = 0) -> Iterator[dict[str, Any]]:
         """The records with seq > after_seq, decoded, in seq order."""
         with self.path.open("rb") as file:

@@ -131,6 +131,20 @@ def last_seq(writer: Path) -> int:
     return 0
 
 
+def end(writer: Path) -> dict[str, Any] | None:
+    """How a writer ended: `status` of its finish record (with `ts`) or "died", proven when it was sealed; None: not known."""
+    for source in reversed(sources(writer)):
+        if source.segment is not None:
+            with suppress(OSError, ValueError):
+                found = manifest(source.segment)
+                if source.journal is None or source.journal.stat().st_size <= found["journal"]["length"]:
+                    return found.get("end")
+        if source.journal is not None:
+            with suppress(FileNotFoundError):  # sealed and removed since we looked
+                return scan(source.journal).end()
+    return None
+
+
 def attempts(run: Path) -> list[Attempt]:
     """The run's attempts, oldest first: what a header says of the attempt it belongs to, from the lead writer where there is one."""
     found: dict[str, Attempt] = {}

@@ -112,7 +112,7 @@ class RunReader:
             finish = writer.finish() if writer.is_lead else None
             if finish is not None:
                 return RunStatus(finish[0], finish[1])
-        alive = [liveness.is_alive(writer.header) for writer in latest if writer.finish() is None]
+        alive = [writer.is_alive() for writer in latest if writer.finish() is None]
         if True in alive:
             return RunStatus("running")
         if alive and None not in alive:
@@ -264,6 +264,12 @@ class WriterReader:
     @property
     def finished(self) -> bool:
         return self.finish() is not None
+
+    def is_alive(self) -> bool | None:
+        """Whether its process is alive: True or False where that is proven, here or when it was sealed, None elsewhere."""
+        if (layout.end(self.path) or {}).get("status") == "died":
+            return False
+        return liveness.is_alive(self.header)
 
     def last_ts(self) -> int:
         """ns of the writer's last record, or of its beginning."""

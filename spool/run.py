@@ -156,10 +156,14 @@ class Run:
         self._event("tag", tags)
 
     def save(self, path: str | os.PathLike[str], name: str | None = None) -> None:
-        """Copy a file, or every file below a folder, into the run. Durable when this returns; equal contents are kept once."""
+        """Copy a file, or every file below a folder, into the run. Durable when this returns; equal contents are kept once.
+
+        The spool itself is left out where it lies below the folder.
+        """
         source = Path(path)
         root = source if source.is_dir() else source.parent
-        for file in sorted(one for one in source.rglob("*") if one.is_file()) if source.is_dir() else [source]:
+        below = (one for one in source.rglob("*") if one.is_file() and self.path.parent not in one.absolute().parents)
+        for file in sorted(below) if source.is_dir() else [source]:
             shown_name = (
                 name if name and not source.is_dir() else str(Path(name or source.name) / file.relative_to(root))
             )
@@ -302,7 +306,11 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.finish("finished" if error is None else "failed")
+        ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        self.finish("finished" if ended_well else "failed")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a run belongs to its process; call spool.init() in the other one, which joins the same run")
 
     def __repr__(self) -> str:
         return f"<spool run {self.id} in {self.path.parent}>"

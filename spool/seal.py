@@ -23,8 +23,10 @@ KEEP_SEALED_S = 600
 _CHILD = "import sys; sys.path[:] = sys.argv[1].split(chr(0x1F)); from spool.seal import main; main()"
 
 
-def seal(journal: Path) -> None:
+def seal(journal: Path, *, writer_died: bool = False) -> None:
     """Seal one journal that nobody writes any more. Durable when this returns; the journal stays.
+
+    `writer_died` records a proven death, so that a copy on another machine still knows.
 
     Idempotent: a segment that is there already is left alone. Raises SealError when the journal's header cannot be read
     and no other journal of the writer tells whose it is.
@@ -39,7 +41,7 @@ def seal(journal: Path) -> None:
     attempt = (scanned.header or {}).get("attempt", {}).get("id") or _attempt_of_siblings(journal)
     identity = table.Identity(journal.parent.parent.name, journal.parent.name, attempt)
     with suppress(FileExistsError):  # another process sealed it between our look and our rename
-        segment.write(scanned, identity)
+        segment.write(scanned, identity, writer_died=writer_died)
 
 
 def _attempt_of_siblings(journal: Path) -> str:

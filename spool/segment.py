@@ -31,7 +31,7 @@ _DICTIONARY["metrics"] += ["exact"]
 _DICTIONARY_LIMIT_BYTES = 16 << 20
 
 
-def write(journal: Scan, identity: table.Identity) -> Path:
+def write(journal: Scan, identity: table.Identity, *, writer_died: bool = False) -> Path:
     """Publish the segment of a scanned journal and return its folder. Durable, and read back, when this returns.
 
     Raises FileExistsError when the segment is there already, SealError when what was written does not read back equal.
@@ -43,6 +43,7 @@ def write(journal: Scan, identity: table.Identity) -> Path:
         counts = _write_tables(folder, journal, identity)
         _check_read_back(folder, counts)
         manifest = _manifest(folder, journal, identity, number, counts)
+        manifest["end"] = journal.end() or ({"status": "died"} if writer_died else None)
         (folder / f"{format.MANIFEST_FILE}.part").write_bytes(format.checked_json(manifest))
 
     files.publish_folder(target, fill)

@@ -108,6 +108,14 @@ class Span:
     def __enter__(self) -> "Span":
         return self.start()
 
+    async def __aenter__(self) -> "Span":
+        return self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, traceback)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

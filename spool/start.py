@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spool import environment, files, format, layout
-from spool.errors import NotASpoolError, SpoolError, UnknownRunError
+from spool.errors import FinishedRunError, NotASpoolError, SpoolError, UnknownRunError
 from spool.record import Notes, Redact, clean_text, jsonable, keep
 from spool.redact import capture, mask_tree
 from spool.run import Run, export, inherited
@@ -39,7 +39,8 @@ def init(
 
     A process that finds SPOOL_RUN_ID joins that run as another writer, unless it names another project or run id; `init`
     sets the variable for the children of the process that begins the run. `resume=True` (with `run_id=` or SPOOL_RUN_ID)
-    continues an existing run as its next attempt, and begins it where there is none; `resume="must"` insists.
+    continues an existing run as its next attempt, and begins it where there is none; `resume="must"` insists. Of several
+    ranks (RANK in the environment) that ask to resume, rank 0 begins the attempt and the others join.
 
     Args:
         dir: the spool; by default SPOOL_DIR, or ./spool-data.
@@ -54,6 +55,7 @@ def init(
     Raises:
         NotASpoolError: the folder cannot be made or written.
         UnknownRunError: `resume="must"` and there is no such run; a malformed run id.
+        FinishedRunError: the run id given is of a run that has ended, and `resume` is not.
         NewerFormatError: the run was begun by a later release.
     """
     durability = durability or os.environ.get("SPOOL_DURABILITY") or "interval"
@@ -135,11 +137,15 @@ def _enter(
     continues = None
     if begun is not None:
         attempt, is_lead = dict(info["attempt"]), role != "worker"
-    elif role == "lead" or (resume and resume != "never" and role != "worker"):
+    elif role == "lead" or (resume and resume != "never" and role is None and _is_first_rank()):
         attempt, continues = _next_attempt(path)
         is_lead = True
     else:
+        if role is None and inherited("SPOOL_ATTEMPT") is None:
+            _check_open(path)
         attempt, is_lead = _running_attempt(path, info), False
+        if wanted != inherited("SPOOL_RUN_ID"):
+            warn(f"joining run {wanted} in {path} as another writer of attempt {attempt['id']}")
     if is_lead and resumed_from_step is not None:
         attempt["resumed_from_step"] = resumed_from_step
     run = Run(
@@ -200,6 +206,23 @@ def _running_attempt(path: Path, info: dict[str, Any]) -> dict[str, Any]:
         return {"id": named, "number": int(named.split("-")[0])}
     latest = layout.attempts(path)
     return {"id": latest[-1].id, "number": latest[-1].number} if latest else dict(info["attempt"])
+
+
+def _is_first_rank() -> bool:
+    """Of the processes of one launch (torchrun, srun) all ask to resume, and one begins the attempt."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _check_open(path: Path) -> None:
+    """Refuse to write into a run that has ended by its own word: the same id given again is no sign that this is meant."""
+    latest = layout.attempts(path)[-1:]
+    for writer in layout.writers(path):
+        header, end = layout.header(writer), layout.end(writer)
+        if header.get("lead") and [header["attempt"]["id"]] == [one.id for one in latest] and end and "ts" in end:
+            raise FinishedRunError(
+                f"{path}: this run is {end['status']}; resume=True continues it as its next attempt, "
+                "another run_id (or no SPOOL_RUN_ID) begins a new run"
+            )
 
 
 def _attempt_id(number: int) -> str:

@@ -35,6 +35,7 @@ _CONNECT_DELAYS_S, _CONNECT_PATIENCE_S = (0.5, 1), 4
 @click.option("--project", help="Name at the destination instead of the recorded project.")
 @click.option("--experiment", help="Name at the destination instead of the recorded experiment.")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="Folder for cursors, if not SPOOL/.sync.")
+@click.version_option(spool.__version__, prog_name="spool-sync")
 @click.option("--json", "wants_json", is_flag=True, help="Print the table as JSON.")
 def main(
     spool_path: Path | None,

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spool import cursor as cursors
-from spool.liveness import is_alive
 from spool.reader import RunReader, WriterReader
 from sync.batch import Batch, place
 from sync.destinations import Destination
@@ -93,6 +92,11 @@ class Replay:
         except RejectedRecordError as error:
             report.rejections.append(f"config, tags or status: {error}")
             missing = []
+        if self._state.status == "unknown":
+            report.notes.append(
+                f"no finish record, and nothing here proves that its processes have ended: {destination.label} keeps the status "
+                "it has; if the run is over, `spool seal` on the machine that trained records that, then copy the spool again"
+            )
         self._conclude(missing)
         if not report.problem:
             delivered = {writer.id: dict.fromkeys(TABLES, self._upto[writer.id]) for writer in self._writers}
@@ -164,10 +168,10 @@ class Replay:
     def _is_closed(self, writer: WriterReader) -> bool:
         """Whether spans this writer has left open stay open for ever."""
         return (
-            self._state.status != "running"
+            self._state.status not in {"running", "unknown"}
             or writer.finished
             or writer.attempt != self._attempt
-            or is_alive(writer.header) is False
+            or writer.is_alive() is False
         )
 
     def _check(self, batch: Batch, *, is_final: bool) -> None:

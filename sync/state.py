@@ -34,7 +34,7 @@ class RunState:
     commit: str | None
     attempts: int
     status: str
-    """running, finished, failed, preempted or killed"""
+    """running, finished, failed, preempted, killed; unknown: no finish, and nobody can prove from here that it is over"""
     end_ns: int | None
 
 
@@ -55,7 +55,7 @@ def read(run: RunReader, project: str | None = None, experiment: str | None = No
         command=Path(info["argv"][0]).name if info.get("argv") else None,
         commit=(info.get("git") or {}).get("commit"),
         attempts=len(run.attempts()),
-        status="running" if status.state == "unknown" else status.state,
+        status=status.state,
         end_ns=status.end_ns,
     )
     for writer in run.writers():

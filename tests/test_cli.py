@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from journals import begin, copy_of, journal_path, reader, small_journal
 
 import spool
-from spool import format
+from spool import format, liveness
 from spool.cli import main
 
 
@@ -134,6 +134,18 @@ def test_seal_seals_what_has_finished_and_twice_is_once(run, tmp_path):
         format.load_checked_json((segment / "manifest.json").read_bytes()).keys()
         == format.load_checked_json(content).keys()
     )
+
+
+def test_a_proven_death_is_recorded_by_seal_and_known_to_a_copy_elsewhere(tmp_path, monkeypatch):
+    script = "import os, sys, spool; spool.init(project='p', dir=sys.argv[1], run_id='r').log({'a': 1.0}); os._exit(1)"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "s")], check=False, stderr=subprocess.DEVNULL)
+    shutil.copytree(tmp_path / "s", tmp_path / "early copy")
+    assert call("seal", tmp_path / "s").stdout == "sealed 1 journals\n"
+    shutil.copytree(tmp_path / "s", tmp_path / "late copy")
+    monkeypatch.setattr(liveness, "_boot_id", lambda: "of another machine")
+    assert spool.open(tmp_path / "early copy").run("r").status().state == "unknown"
+    status = spool.open(tmp_path / "late copy").run("r").status()
+    assert (status.state, status.proven_death) == ("failed", True)
 
 
 def test_seal_removes_a_journal_that_was_sealed_ten_minutes_ago_and_no_other(run, tmp_path):

@@ -1,6 +1,6 @@
 """Every command and script in README and docs/ runs, or says why not.
 
-The blocks of one page run in their order, in one empty folder, with our commands on PATH. What only a fresh clone can do
+The blocks of one page run in their order, in one empty folder, with our commands on PATH; consecutive Python is one script. What only a fresh clone can do
 (make, git clone, pip install) is checked to exist. A block that cannot run here is preceded by `<!-- not run: why -->`.
 """
 
@@ -82,6 +82,19 @@ def script_of(block: Block) -> list[str] | None:
     return ["bash", "-euo", "pipefail", "-c", "\n".join(lines)] if lines else None
 
 
+def to_run(page: Path) -> list[Block]:
+    """The blocks to run, in their order; Python blocks with nothing but prose between them are one script."""
+    found: list[Block] = []
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language not in SHELLS | {"python"} or block.excuse is not None:
+            continue
+        if found and block.language == found[-1].language == "python":
+            before = found.pop()
+            block = Block("python", before.body + block.body, None, before.line)
+        found.append(block)
+    return found
+
+
 def page_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
@@ -93,9 +106,7 @@ def test_both_readmes_are_among_the_pages() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_what_a_page_shows_runs(page: Path, tmp_path: Path, bin_folder: Path) -> None:
     environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
-    for block in blocks(page.read_text(encoding="utf-8")):
-        if block.language not in SHELLS | {"python"} or block.excuse is not None:
-            continue
+    for block in to_run(page):
         where = f"{page_name(page)}:{block.line}"
         script = script_of(block)
         if script is not None:

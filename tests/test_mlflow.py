@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +19,8 @@ from pathlib import Path
 import pytest
 import syncing
 from syncing import Result, query, record, stored_metrics, sync
+
+from spool import format
 
 if find_spec("mlflow") is None:
     pytest.skip("MLflow is not installed: pip install 'spool-sync[mlflow]'", allow_module_level=True)
@@ -399,6 +402,20 @@ print(done.stdout, done.stderr)
     delivered(sync(folder))
     assert query(folder / "mlflow.db", "select status from runs") == [("FINISHED",)]
     assert ("spool.attempts", "2") in query(folder / "mlflow.db", "select key, value from tags")
+
+
+def test_a_machine_that_cannot_know_leaves_the_status_that_another_has_proven(folder: Path) -> None:
+    spool = record(folder, "spool.init(project='p', run_id='r').log({'a': 1.0}); os._exit(1)", expect=1)
+    delivered(sync(folder))
+    assert query(folder / "mlflow.db", "select status from runs") == [("FAILED",)]
+    [journal] = spool.glob("*/*/000001.jsonl")
+    header, rest = journal.read_bytes().split(b"\n", 1)
+    elsewhere = re.sub(rb'"boot":"[^"]*"', b'"boot":"of another machine"', header)[: -format.CRC_LENGTH]
+    journal.write_bytes(b'%b,"crc":"%08x"}\n%b' % (elsewhere, format.crc32c(elsewhere), rest))
+    result = sync(folder)
+    delivered(result)
+    assert "spool seal" in result.out
+    assert query(folder / "mlflow.db", "select status from runs") == [("FAILED",)]
 
 
 def test_a_finish_closes_the_run_with_its_status(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -113,18 +114,63 @@ def test_resume_begins_a_run_that_does_not_exist_and_must_insists(tmp_path):
     assert (run.id, run.attempt[:2], run.is_lead) == ("r", "1-", True)
 
 
-def test_a_run_begun_by_ten_processes_at_once_is_one_run(tmp_path):
-    script = "import sys, spool; run = spool.init(project='p', dir=sys.argv[1], run_id='r'); run.log({'a': 1.0}); print(run.is_lead)"
+def test_a_run_begun_by_six_processes_at_once_is_one_run(tmp_path):
+    script = """
+        import sys, spool
+        run = spool.init(project="p", dir=sys.argv[1], run_id="r")
+        run.log({"a": 1.0})
+        print(run.is_lead, flush=True)
+        sys.stdin.read()
+    """
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path / "s")], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "s")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
         for _ in range(6)
     ]
-    leads = [child.communicate()[0] for child in children]
+    leads = [child.stdout.readline() for child in children]
+    for child in children:
+        child.communicate()
     assert sorted(leads) == [b"False\n"] * 5 + [b"True\n"]
     run = spool.open(tmp_path / "s").run("r")
-    assert (len(run.attempts()), len(run.writers()), run.metrics().num_rows, run.damage()) == (1, 6, 6, [])
+    assert len(run.writers()) == 6
+    assert run.metrics().num_rows == 6
+    assert len(run.attempts()) == 1
+
+
+def test_a_run_id_given_again_after_the_end_is_refused_and_resume_continues(tmp_path):
+    begin(tmp_path, run_id="r").finish()
+    with pytest.raises(spool.FinishedRunError, match="this run is finished; resume=True continues it"):
+        begin(tmp_path, run_id="r")
+    assert len(spool.open(tmp_path / "spool").run("r").writers()) == 1
+    assert begin(tmp_path, run_id="r", resume=True).is_lead
+
+
+def test_of_the_ranks_that_resume_the_first_begins_the_attempt(tmp_path, monkeypatch):
+    begin(tmp_path, run_id="r").finish()
+    attempts = []
+    for rank in ("0", "1", "2"):
+        monkeypatch.setenv("RANK", rank)
+        run = begin(tmp_path, run_id="r", resume=True)
+        attempts.append((run.is_lead, run.attempt))
+    assert [is_lead for is_lead, _ in attempts] == [True, False, False]
+    assert len({attempt for _, attempt in attempts}) == 1
+
+
+def test_save_of_a_folder_leaves_the_spool_in_it_out(tmp_path):
+    (tmp_path / "train.py").write_text("pass")
+    run = begin(tmp_path)
+    run.save(tmp_path)
+    [saved] = events(run, "file")
+    assert saved["name"] == f"{tmp_path.name}/train.py"
+
+
+def test_a_run_given_to_another_process_says_what_to_do(tmp_path):
+    with pytest.raises(TypeError, match=r"call spool\.init"):
+        pickle.dumps(begin(tmp_path))
 
 
 def test_two_runs_in_one_process_do_not_mix(tmp_path):
@@ -173,7 +219,10 @@ def test_the_context_manager_says_how_it_ended(tmp_path):
         good.log({"a": 1.0})
     with pytest.raises(ZeroDivisionError), begin(tmp_path) as bad:
         raise ZeroDivisionError
-    assert (reader(good).status().state, reader(bad).status().state) == ("finished", "failed")
+    with pytest.raises(SystemExit), begin(tmp_path) as left:
+        sys.exit(0)
+    states = [reader(run).status().state for run in (good, bad, left)]
+    assert states == ["finished", "failed", "finished"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from journals import begin, rows
+from journals import begin, reader, rows
 
 import spool
 
@@ -177,3 +177,18 @@ def test_a_clock_set_back_makes_no_duration_negative(run, monkeypatch):
     monkeypatch.setattr("time.time_ns", lambda: 1)
     span.end()
     assert one(run)["end"] >= one(run)["start"]
+
+
+def test_async_with_does_what_with_does(tmp_path):
+    run = begin(tmp_path)
+
+    async def agent() -> None:
+        async with run.span("outer"), run.span("inner"):
+            await asyncio.sleep(0)
+
+    asyncio.run(agent())
+    spans = {
+        row["name"]: row for row in reader(run).spans().select(["name", "span_id", "parent_id", "status"]).to_pylist()
+    }
+    assert spans["inner"]["parent_id"] == spans["outer"]["span_id"]
+    assert {row["status"] for row in spans.values()} == {"OK"}

@@ -33,6 +33,9 @@ def main(arguments: list[str]) -> int:
 
     try:
         fit(config)
+    except KeyboardInterrupt:
+        print("trainer: interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        return 130
     except (CheckpointError, DataError, WorkersError, spool.SpoolError) as error:
         print(f"trainer: {error}", file=sys.stderr)
         return 1

@@ -49,7 +49,7 @@ def main() -> None:
     binaries = Path(sys.executable).parent
     print(f"  cd {folder} && {binaries / 'mlflow'} ui --backend-store-uri sqlite:///mlflow.db")
     print(f"  {binaries / 'spool'} ls {folder / 'spool-data'}")
-    print(f"  {binaries / 'duckdb'} -c", "\"select key, count(*) from 'demo/**/metrics.parquet' group by key\"")
+    print(f"  {binaries / 'duckdb'} -c", f"\"from '{folder}/**/metrics.parquet' select key, count(*) group by key\"")
     if differences:
         sys.exit(f"demo: {differences} differences, see above")
 

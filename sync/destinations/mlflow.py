@@ -49,7 +49,14 @@ database.MAX_RETRY_COUNT = 4  # 1 s of back-off where a database does not answer
 
 _PER_REQUEST = 100
 _KEY, _CURSOR, _FILE = "spool.key.", "spool.cursor.", "spool.file."
-_STATUS = {"running": "RUNNING", "finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED", "killed": "KILLED"}
+_STATUS = {
+    "running": "RUNNING",
+    "unknown": "RUNNING",
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "preempted": "KILLED",
+    "killed": "KILLED",
+}
 
 
 class MlflowDestination(Destination):
@@ -288,6 +295,8 @@ class MlflowDestination(Destination):
         return missing
 
     def _has_status(self, run: Run) -> bool:
+        if self._state.status == "unknown" and run.data.tags.get("spool.attempts") == str(self._state.attempts):
+            return True  # whoever synced this attempt before may have known more
         end_ms = _milliseconds(self._state.end_ns)
         return run.info.status == _STATUS[self._state.status] and (end_ms is None or run.info.end_time == end_ms)
 
@@ -372,7 +381,7 @@ class MlflowDestination(Destination):
 
     def _holds_span(self, row: dict[str, Any]) -> bool:
         trace = f"tr-{row['trace_id']}"
-        is_tagged = trace in self._tagged or self._state.status == "running"
+        is_tagged = trace in self._tagged or self._state.status in {"running", "unknown"}
         return is_tagged and (trace, row["span_id"], row["end"]) in self._spans
 
     def _holds_event(self, row: dict[str, Any]) -> bool:
