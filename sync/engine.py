@@ -1,4 +1,4 @@
-"""The replay of one run into one destination: reader -> batch -> write -> proof -> cursor.
+"""The replay of one run into one destination: reader -> batch -> write -> proof -> cursor. Writes nothing into the run.
 
 Delivery is at least once; that each record ends up there once is the destination's idempotence. What counts as delivered is
 what the destination holds when asked afterwards: all records recorded before the sync began are looked for, and what is

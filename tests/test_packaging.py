@@ -129,3 +129,14 @@ def test_beside_verl_the_base_changes_no_installed_version(wheel: Path, tmp_path
     ours = chosen("--constraint", pins, wheel)
     assert "spool-sync" in ours
     assert {name: version for name, version in ours.items() if before.get(name, version) != version} == {}
+
+
+def test_a_users_own_folders_named_as_ours_stay_importable(tmp_path: Path) -> None:
+    for name in ("trainer", "sync"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text("here = True\n")
+    (tmp_path / "train.py").write_text("import spool\nfrom sync.mine import here\nfrom trainer.mine import here\n")
+    done = subprocess.run(
+        [sys.executable, tmp_path / "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
