@@ -1,6 +1,5 @@
 """A small language for journals on disk: write, read, cut, flip, reopen. Used by the suites of the write side."""
 
-import atexit
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +11,7 @@ import spool
 from spool import format
 from spool.journal import Scan, scan
 from spool.reader import RunReader, WriterReader
-from spool.run import Run, _open_runs
-
-atexit.register(_open_runs.clear)  # what tests leave open needs no sealing, one child each, when pytest ends
+from spool.run import Run
 
 
 @dataclass
