@@ -90,7 +90,8 @@ def verify(spool: Path, names: tuple[str, ...], as_json: bool) -> None:
     damaged = 0
     for run in _chosen(spool, names):
         writers = run.writers()
-        damage = [str(one) for one in run.info_damage + [one for writer in writers for one in writer.damage()]]
+        found = [one for writer in writers for one in writer.damage()]
+        damage = [str(one) for one in run.info_damage + found + run.file_damage()]
         damaged += len(damage)
         records = sum(writer.last_seq for writer in writers)
         results.append({"run": run.id, "writers": len(writers), "records": records, "damage": damage})

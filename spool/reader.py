@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spool import format, layout, liveness, table
+from spool import files, format, layout, liveness, table
 from spool.errors import NotASpoolError, UnknownRunError
 from spool.journal import Damage, Scan, scan
 from spool.segment import Segment
@@ -136,7 +136,16 @@ class RunReader:
         return self._table("events")
 
     def damage(self) -> list[Damage]:
-        return self.info_damage + [damage for writer in self.writers() for damage in writer.damage()]
+        in_writers = [damage for writer in self.writers() for damage in writer.damage()]
+        return self.info_damage + in_writers + self.file_damage()
+
+    def file_damage(self) -> list[Damage]:
+        """Saved files whose content is not what they are named after."""
+        return [
+            Damage(str(path), 0, path.stat().st_size, "not the file that was saved: its sha256 is another")
+            for path in sorted(self.path.glob("files/[!.]*"))
+            if files.sha256_file(path) != path.name
+        ]
 
     def _table(self, name: str) -> pa.Table:
         pieces = [piece for writer in self.writers() for piece in writer.batches(name)]
@@ -206,6 +215,9 @@ class WriterReader:
             expected = max(expected, last + 1)
             self._damage += self._broken_link(parts, part)
             self._damage += [self._resolve(one, part, parts) for one in found]
+        if sources and last_number not in map(_number, parts):
+            reason = "the last segment cannot be read, and its journal is gone"
+            self._damage.append(Damage(str(sources[-1].segment), 0, 0, reason, expected, None))
 
     def _broken_link(self, parts: list["Segment | Scan"], part: "Segment | Scan") -> list[Damage]:
         """Whether the journal before `part` is the one that its header names by length and sha256."""

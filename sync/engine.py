@@ -7,6 +7,7 @@ missing is sent again, so that a lost or forged cursor, on either side, does no 
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +15,7 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from spool import claim
 from spool import cursor as cursors
 from spool.reader import RunReader, WriterReader
 from sync.batch import Batch, place
@@ -37,7 +39,7 @@ def patiently(call: Callable[[], T], delays_s: tuple[float, ...] = _DELAYS_S, pa
         except TryAgainError as error:
             if delay_s is None or time.monotonic() - began > patience_s:
                 raise UnreachableError(
-                    f"no answer from {error}; nothing is lost: start it or correct its address, and run spool-sync again"
+                    f"{error}; nothing is lost: see that it runs, its address and its disk, and run spool-sync again"
                 ) from error
             time.sleep(delay_s)
     raise AssertionError("the last try returns or raises")
@@ -52,6 +54,7 @@ class Replay:
         self._attempt = next((attempt.id for attempt in reversed(run.attempts())), None)
         self._upto = {writer.id: writer.last_seq for writer in self._writers}
         """What is recorded later is left to a later sync; otherwise a busy run would never end."""
+        state.positions = self._upto
         self.total = len(TABLES) * sum(self._upto.values())
         self._held: dict[str, dict[str, int]] = {}
         self.report = RunReport(run.id, destination.label, status=state.status)
@@ -64,16 +67,34 @@ class Replay:
         """
         self._progress = progress
         try:
-            self._deliver()
+            with self._claimed():
+                self._deliver()
         except UnreachableError as error:
             self.report.problem = str(error)
             if not isinstance(error, RefusedError):
                 raise
 
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """Keep out a second sync of this run that shares the state folder."""
+        label = self._destination.label
+        self._claim = None
+        with suppress(OSError):  # read-only media, a full disk: two syncs at once are then only told by the destination
+            held = claim.take(self._folder / label.lower() / f"{self._run.id}.claim")
+            if isinstance(held, str):
+                raise RefusedError(f"{held} is delivering this run to {label}; run spool-sync again when it has ended")
+            self._claim = held
+        try:
+            yield
+        finally:
+            if self._claim is not None:
+                self._claim.release()
+
     def _deliver(self) -> None:
         report, destination = self.report, self._destination
         report.damage = [str(damage) for damage in self._run.damage()]
         report.identity = patiently(destination.open)
+        report.conflicts = destination.conflicts
         self._held = destination.held()
         self._cursor = cursors.load(self._folder, destination.label.lower(), report.identity, self._run.id)
         if self._cursor.moved_aside:
@@ -130,6 +151,8 @@ class Replay:
 
     def _offer(self, batch: Batch) -> None:
         """Write a batch; where it is rejected, halve it down to the row that is to blame and set that aside."""
+        if self._claim is not None:
+            self._claim.touch()
         try:
             patiently(partial(self._destination.write, batch))
         except RejectedRecordError as error:

@@ -37,6 +37,8 @@ class RunReport:
     tables: dict[str, TableReport] = field(default_factory=lambda: {table: TableReport() for table in TABLES})
     rejections: list[str] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
+    """What the destination holds twice, made by syncs that could not see each other."""
     notes: list[str] = field(default_factory=list)
     problem: str = ""
     """Why the run is not delivered and proven; empty when it is."""
@@ -49,7 +51,7 @@ class RunReport:
             return UNREACHED
         if self.withheld:
             return WRONG_USE
-        return INCOMPLETE if self.rejections or self.damage else DELIVERED
+        return INCOMPLETE if self.rejections or self.damage or self.conflicts else DELIVERED
 
     def as_json(self) -> dict[str, Any]:
         tables = {name: asdict(table) | {"delivered": table.delivered} for name, table in self.tables.items()}
@@ -77,6 +79,7 @@ class RunReport:
                     f"value), which {label} keeps once"
                 )
         lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  conflict: {conflict}" for conflict in self.conflicts]
         lines += [f"  damaged: {damage}" for damage in self.damage]
         lines += [f"  rejected: {rejection}" for rejection in self.rejections[:20]]
         if len(self.rejections) > 20:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from spool import files
 from sync import document
 
 
@@ -78,6 +79,11 @@ class Shelf:
     def count(self, table: str) -> int:
         """Rows in the documents asked for."""
         return sum(len(rows) for path, rows in self._held.items() if path.startswith(document.FOLDERS[table]))
+
+
+def holds_content(path: Path, sha256: str) -> bool:
+    """Whether a saved file is still what was saved."""
+    return files.sha256_file(path) == sha256
 
 
 def _by_path(table: str, rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

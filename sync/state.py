@@ -33,6 +33,8 @@ class RunState:
     command: str | None
     commit: str | None
     attempts: int
+    positions: dict[str, int]
+    """writer -> last seq that this sync delivers, set when it begins"""
     status: str
     """running, finished, failed, preempted, killed; unknown: no finish, and nobody can prove from here that it is over"""
     end_ns: int | None
@@ -55,6 +57,7 @@ def read(run: RunReader, project: str | None = None, experiment: str | None = No
         command=Path(info["argv"][0]).name if info.get("argv") else None,
         commit=(info.get("git") or {}).get("commit"),
         attempts=len(run.attempts()),
+        positions={},
         status=status.state,
         end_ns=status.end_ns,
     )

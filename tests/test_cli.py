@@ -148,6 +148,17 @@ def test_a_proven_death_is_recorded_by_seal_and_known_to_a_copy_elsewhere(tmp_pa
     assert (status.state, status.proven_death) == ("failed", True)
 
 
+def test_verify_of_an_altered_saved_file_exits_3(run, tmp_path):
+    (tmp_path / "config.yaml").write_text("lr: 1")
+    run.save(tmp_path / "config.yaml")
+    assert call("verify", tmp_path / "s").exit_code == 0
+    [saved] = run.path.glob("files/*")
+    saved.write_text("lr: 2")
+    done = call("verify", tmp_path / "s")
+    assert done.exit_code == 3
+    assert str(saved) in done.stdout
+
+
 def test_seal_removes_a_journal_that_was_sealed_ten_minutes_ago_and_no_other(run, tmp_path):
     run.finish()
     before = call("show", tmp_path / "s", "--run", run.id).stdout

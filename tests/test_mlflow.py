@@ -20,7 +20,7 @@ import pytest
 import syncing
 from syncing import Result, query, record, stored_metrics, sync
 
-from spool import format
+from spool import claim, format
 
 if find_spec("mlflow") is None:
     pytest.skip("MLflow is not installed: pip install 'spool-sync[mlflow]'", allow_module_level=True)
@@ -671,3 +671,120 @@ def test_the_whole_sync_works_where_there_is_no_network(
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "MLflow holds" in done.stdout
+
+
+# --- two syncs, older copies, other places
+
+
+def test_a_second_sync_of_a_run_says_who_holds_it_and_leaves(folder: Path) -> None:
+    spool = record(folder, "spool.init(project='p', run_id='r').finish()")
+    held = claim.take(spool / ".sync" / "mlflow" / "r.claim")
+    result = sync(folder)
+    assert result.code == 4
+    assert f"process {os.getpid()} on " in result.out
+    held.release()
+    delivered(sync(folder))
+    assert not list(spool.glob(".sync/mlflow/*.claim"))
+
+
+def test_the_claim_of_a_killed_sync_is_taken_over(folder: Path, small_spool: Path) -> None:
+    spool = copy(small_spool, folder)
+    assert sync(folder, kill_after=3).code == -signal.SIGKILL
+    assert list(spool.glob(".sync/mlflow/*.claim"))
+    delivered(sync(folder))
+
+
+def test_syncs_at_once_make_one_run(folder: Path, small_spool: Path) -> None:
+    first = record(folder, "spool.init(project='p', experiment='makes the database').finish()")
+    delivered(sync(folder))
+    shutil.rmtree(first)
+    with sqlite3.connect(folder / "mlflow.db") as database:
+        for table in ("tags", "params", "runs"):
+            database.execute(f"delete from {table}")
+    spool = copy(small_spool, folder)
+    command = [sys.executable, "-m", "sync", str(spool), "--to", "mlflow"]
+    environment = {**os.environ, "HOME": str(folder / "home"), "PYTHONPATH": str(syncing.ROOT)}
+    both = [subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert min(one.wait(120) for one in both) == 0
+    delivered(sync(folder))
+    syncing.assert_equal(spool, folder / "mlflow.db", folder / "mlruns")
+
+
+def test_two_mlflow_runs_of_one_run_are_reported(folder: Path) -> None:
+    record(folder, "spool.init(project='p', run_id='r').finish()")
+    delivered(sync(folder))
+    columns = [row[1] for row in query(folder / "mlflow.db", "pragma table_info(runs)")]
+    others = ", ".join(column for column in columns if column != "run_uuid")
+    with sqlite3.connect(folder / "mlflow.db") as database:
+        database.execute(f"insert into runs (run_uuid, {others}) select 'ffff', {others} from runs")
+        database.execute("insert into tags (key, value, run_uuid) values ('spool.run_id', 'r', 'ffff')")
+    result = sync(folder)
+    assert result.code == 3
+    assert "are all this run" in result.out
+
+
+def test_an_older_copy_does_not_take_back_what_a_later_one_has_said(folder: Path) -> None:
+    spool = record(folder, "spool.init(project='p', run_id='r').log({'a': 1.0}); os._exit(1)", expect=1)
+    shutil.copytree(spool, folder / "older")
+    record(folder, "run = spool.init(project='p', run_id='r', resume=True); run.log({'a': 2.0}); run.finish()")
+    delivered(sync(folder))
+    before = query(folder / "mlflow.db", "select status, end_time from runs")
+    shutil.move(spool, folder / "newer")
+    shutil.move(folder / "older", spool)
+    result = sync(folder)
+    delivered(result)
+    assert "more of this run than this copy" in result.out
+    assert query(folder / "mlflow.db", "select status, end_time from runs") == before
+    assert ("spool.attempts", "2") in query(folder / "mlflow.db", "select key, value from tags")
+
+
+def test_a_run_is_not_delivered_to_a_second_experiment(folder: Path) -> None:
+    record(folder, "spool.init(project='p', run_id='r').finish()")
+    delivered(sync(folder, "--project", "first"))
+    delivered(sync(folder, "--project", "first"))
+    result = sync(folder, "--project", "second")
+    assert result.code == 4
+    assert "is in MLflow already" in result.out
+    assert len(query(folder / "mlflow.db", "select * from runs")) == 1
+
+
+def test_a_file_saved_where_a_folder_is_gets_a_name_of_its_own(folder: Path) -> None:
+    (folder / "a.txt").write_text("a")
+    (folder / "b.txt").write_text("b")
+    record(
+        folder,
+        """
+with spool.init(project="p", experiment="e") as run:
+    run.save("a.txt", "ckpt"); run.save("b.txt", "ckpt/config.json"); run.save("b.txt", "out/x"); run.save("a.txt", "out")
+    run.log({"a": 1.0})
+""",
+    )
+    delivered(sync(folder))
+    delivered(sync(folder))
+    stored = sorted(
+        str(path).split("/files/")[1]
+        for path in (folder / "mlruns").rglob("*")
+        if path.is_file() and "/files/" in str(path)
+    )
+    assert len(stored) == 4
+    assert {"ckpt", "out/x"} <= set(stored)
+
+
+def test_an_altered_saved_file_is_rejected_and_not_sent(folder: Path) -> None:
+    (folder / "a.txt").write_text("secret plan")
+    spool = record(folder, "run = spool.init(project='p', experiment='e'); run.save('a.txt'); run.finish()")
+    [saved] = spool.glob("*/files/*")
+    saved.write_text("something else")
+    result = sync(folder)
+    assert result.code == 3
+    assert "not the content that was saved" in result.out
+    assert not list((folder / "mlruns").rglob("a.txt"))
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///", "sqlite://", "sqlite:///:memory:", "http://[::1"])
+def test_an_address_that_keeps_nothing_is_refused_in_one_sentence(folder: Path, uri: str) -> None:
+    record(folder, "spool.init(project='p', experiment='e').finish()")
+    result = sync(folder, uri=uri)
+    assert result.code == 1
+    assert "MLFLOW_TRACKING_URI is" in result.err
+    assert "Traceback" not in result.err

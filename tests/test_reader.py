@@ -286,5 +286,15 @@ def test_a_journal_swapped_for_another_of_equal_seqs_is_damage(tmp_path, monkeyp
     assert 9.0 in [row["value"] for row in rows(run)], "reported, and still delivered"
 
 
+def test_a_last_segment_that_cannot_be_read_is_a_loss_from_its_first_seq_on(tmp_path):
+    run = begin(tmp_path)
+    run.log({"a": 1.0}, step=1)
+    run.finish()
+    folder = journal_path(run).parent
+    (folder / "000001.jsonl").unlink()
+    (folder / "000001" / "manifest.json").write_text("{}")
+    assert any((one.first_seq, one.last_seq) == (1, None) for one in own_writer(run).damage())
+
+
 def no_sealing(*_arguments, **_settings):
     raise SealError("not in this test")

@@ -22,6 +22,8 @@ class Destination(Protocol):
 
     label: str
     """What people call it, for messages."""
+    conflicts: list[str]
+    """What `open` found twice there, as sentences."""
     rows_per_request: Mapping[str, int]
     """Most rows of each table that `write` takes at once."""
 

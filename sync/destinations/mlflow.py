@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 # Read by MLflow while it is imported: no telemetry, no bars, and no retries of its own (245 s a call where nothing listens).
 os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "GIT_PYTHON_REFRESH": "quiet"}
@@ -40,7 +40,7 @@ from sync.batch import Batch
 from sync.destinations import Destination
 from sync.errors import RefusedError, RejectedRecordError, SetupError, SyncError, TryAgainError
 from sync.series import Histories, Names, Point, clamped
-from sync.shelf import Shelf
+from sync.shelf import Shelf, holds_content
 from sync.state import RunState
 
 logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # its errors reach us as exceptions; it also prints tracebacks
@@ -65,13 +65,13 @@ class MlflowDestination(Destination):
 
     @classmethod
     def is_elsewhere(cls) -> bool:
-        parts = urlsplit(mlflow.get_tracking_uri())
+        parts = _parts(mlflow.get_tracking_uri())
         return parts.scheme.split("+")[0] != "sqlite" and parts.hostname not in {"localhost", "127.0.0.1", "::1"}
 
     @classmethod
     def connect(cls) -> str:
         uri = mlflow.get_tracking_uri()
-        parts = urlsplit(uri)
+        parts = _parts(uri)
         shown = uri.replace(f"{parts.netloc.rpartition('@')[0]}@", "") if "@" in parts.netloc else uri
         scheme = parts.scheme.split("+")[0]
         if scheme not in {"http", "https", "sqlite", "postgresql", "mysql", "mssql"}:
@@ -79,6 +79,8 @@ class MlflowDestination(Destination):
                 f"MLFLOW_TRACKING_URI is {shown}: MLflow keeps traces in a server or a database only; "
                 "set it to http://…, sqlite:///mlflow.db or another database"
             )
+        if scheme == "sqlite" and (parts.path in {"", "/"} or ":memory:" in uri):
+            raise SetupError(f"MLFLOW_TRACKING_URI is {shown}: a database in memory, gone when this ends; name a file")
         try:
             with _answers(shown):
                 if scheme.startswith("http"):
@@ -106,10 +108,17 @@ class MlflowDestination(Destination):
             here = experiment and experiment.experiment_id
             run = self._find(here)
             if run is None:
-                here = self._create(here)
+                here, created = self._create(here)
                 run = self._find(here)  # not what `create` answered: another sync may have made one at the same moment
+                if run is not None and run.info.run_id != created:
+                    self._store.delete_run(created)
             if run is None:
                 raise TryAgainError(f"{self._uri}: the run just created is not listed yet")
+            if self._state.is_renamed and run.info.experiment_id != here:
+                raise RefusedError(
+                    f"run {self._state.run_id} is in MLflow already (run {run.info.run_id} of experiment {run.info.experiment_id}), "
+                    "and a trace belongs to one experiment there; sync it without --project, or into another MLflow"
+                )
             if run.info.lifecycle_stage != "active":
                 raise RefusedError(
                     f"run {self._state.run_id} was deleted in MLflow and is not brought back; restore it there "
@@ -121,23 +130,29 @@ class MlflowDestination(Destination):
         claims = {key[len(_KEY) :]: text for key, text in self._tags.items() if key.startswith(_KEY)}
         self._names = Names(run.data.metrics, claims)
         self._cursor = self.held()
+        self._is_behind = False
         return self._run_id
 
     def _find(self, here: str | None) -> Run | None:
         """The run by its tag: an active one before a deleted one, in experiment `here` before elsewhere, the oldest first."""
         experiments, page = [here] if here else [], None
-        while not self._state.is_renamed and (page is None or page.token):
+        while page is None or page.token:
             page = self._store.search_experiments(ViewType.ALL, max_results=1000, page_token=page and page.token)
             experiments += [experiment.experiment_id for experiment in page]
         wanted = f"tags.`spool.run_id` = '{self._state.run_id}'"
         runs = self._store.search_runs(experiments, wanted, ViewType.ALL, max_results=100) if experiments else []
         infos = [run.info for run in runs]
+        twins = sorted(one.run_id for one in infos if one.lifecycle_stage == "active")
+        self.conflicts = (
+            [f"MLflow runs {', '.join(twins)} are all this run; delete all but one"] if len(twins) > 1 else []
+        )
         order = [
             (one.lifecycle_stage != "active", one.experiment_id != here, one.start_time, one.run_id) for one in infos
         ]
         return runs[order.index(min(order))] if runs else None
 
-    def _create(self, experiment_id: str | None) -> str:
+    def _create(self, experiment_id: str | None) -> tuple[str, str]:
+        """(experiment, run) as created."""
         state = self._state
         if experiment_id is None:
             try:
@@ -148,8 +163,8 @@ class MlflowDestination(Destination):
                 experiment_id = self._store.get_experiment_by_name(state.project).experiment_id
         user, start_ms = state.user or "unknown", state.created_ns // 1_000_000
         tags = [RunTag("spool.run_id", state.run_id), RunTag("mlflow.user", user)]
-        self._store.create_run(experiment_id, user, start_ms, tags, state.experiment)
-        return str(experiment_id)
+        created = self._store.create_run(experiment_id, user, start_ms, tags, state.experiment)
+        return str(experiment_id), str(created.info.run_id)
 
     def held(self) -> dict[str, dict[str, int]]:
         cursor = {}
@@ -211,17 +226,25 @@ class MlflowDestination(Destination):
             source = self._state.files / body["sha256"]
             if not source.is_file():
                 raise RejectedRecordError(f"the file saved as '{body['name']}' is missing in the spool: {source}")
+            if not holds_content(source, body["sha256"]):
+                raise RejectedRecordError(f"{source}: not the content that was saved as '{body['name']}'")
             path = self._file_path(body)
             self._set_tags({f"{_FILE}{path.removeprefix('files/')}": body["sha256"]})
             self._shelf.put(path, source)
 
     def _file_path(self, body: dict[str, Any]) -> str:
         """Where a saved file goes; another content under the same name gets a name of its own."""
-        mapped = name.tracker_key(body["name"])
-        if self._tags.get(f"{_FILE}{mapped}", body["sha256"]) != body["sha256"]:
-            path = PurePosixPath(mapped)
-            mapped = str(path.with_name(f"{path.stem}_{body['sha256'][:8]}{path.suffix}"))
-        return f"files/{mapped}"
+        path = PurePosixPath(name.tracker_key(body["name"]))
+        mark = f"_{body['sha256'][:8]}"
+        claimed = {PurePosixPath(key[len(_FILE) :]) for key in self._tags if key.startswith(_FILE)}
+        if above := [parent for parent in path.parents if parent in claimed]:  # a file there cannot be a folder as well
+            path = PurePosixPath(f"{above[0]}{mark}") / path.relative_to(above[0])
+        elif any(path in other.parents for other in claimed) or self._is_other(path, body["sha256"]):
+            path = path.with_name(f"{path.stem}{mark}{path.suffix}")
+        return f"files/{path}"
+
+    def _is_other(self, path: PurePosixPath, sha256: str) -> bool:
+        return self._tags.get(f"{_FILE}{path}", sha256) != sha256
 
     def _write_spans(self, rows: list[dict[str, Any]], *, is_again: bool) -> None:
         if not rows:
@@ -270,6 +293,9 @@ class MlflowDestination(Destination):
             config = json.dumps(state.config, indent=2, ensure_ascii=False).encode()
             if state.config and self._shelf.size("config.json") != len(config):
                 self._shelf.put("config.json", config)
+            self._is_behind = any(
+                seq > state.positions.get(writer, 0) for writer, seqs in self.held().items() for seq in seqs.values()
+            )
             self._set_tags(self._wanted_tags())
             if not self._has_status(run):
                 wanted = RunStatus.from_string(_STATUS[state.status])
@@ -278,6 +304,10 @@ class MlflowDestination(Destination):
             f"'{key}' is called '{mapped}' in MLflow, where '{name.tracker_key(key)}' is another metric"
             for mapped, key in self._names.suffixed().items()
         ]
+        if self._is_behind:
+            notes.append(
+                "MLflow has been given more of this run than this copy of the spool holds: its status and tags stay"
+            )
         changed = [key for key, text in self._params().items() if run.data.params.get(key, text) != text]
         if changed:
             notes.append(
@@ -295,6 +325,8 @@ class MlflowDestination(Destination):
         return missing
 
     def _has_status(self, run: Run) -> bool:
+        if self._is_behind:
+            return True
         if self._state.status == "unknown" and run.data.tags.get("spool.attempts") == str(self._state.attempts):
             return True  # whoever synced this attempt before may have known more
         end_ms = _milliseconds(self._state.end_ns)
@@ -316,6 +348,8 @@ class MlflowDestination(Destination):
         theirs = {f"user.{key}" if key.startswith(reserved) else key: text for key, text in state.tags.items()}
         tags = {mapped: theirs[key] for key, mapped in name.distinct(theirs).items()}
         tags |= {key: text for key, text in ours.items() if text is not None}
+        if self._is_behind:  # what an older copy knows must not replace what a later one has said
+            tags = {key: text for key, text in tags.items() if key not in self._tags}
         tags |= dict(map(self._cursor_tag, self._cursor))
         if tables := self._tables():
             tags["mlflow.loggedArtifacts"] = tables
@@ -398,6 +432,13 @@ class MlflowDestination(Destination):
             return len(self._spans)
         with _answers(self._uri):
             return self._texts_held + self._histories.count() if table == "metrics" else self._shelf.count(table)
+
+
+def _parts(uri: str) -> SplitResult:
+    try:
+        return urlsplit(uri)
+    except ValueError as error:
+        raise SetupError(f"MLFLOW_TRACKING_URI is {uri!r}: {error}") from error
 
 
 def _text(text: str, limit: int) -> str:
