@@ -4,17 +4,24 @@
 
 Each call is timed by itself; a bare `os.write` and a `log()` alternate, so both see the same caches, disk and
 neighbours. Times in microseconds; "x" is the ratio of medians. The tight loop has no pause; the 1 kHz loop sleeps
-between calls, which cools the caches of both. "sealing" rows log while a full 16 MiB journal is being sealed.
+between calls, which cools the caches of both. "sealing" rows log while a full 16 MiB journal is being sealed. Then the parts
+of a call, each by itself in a loop with hot caches, and what import, init and finish take in a fresh interpreter.
 """
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+import timeit
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 import spool
 from spool import files, format, journal, seal
@@ -80,6 +87,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         measure(Path(folder), arguments.calls)
+        measure_parts(Path(folder), arguments.calls)
+        measure_start(Path(folder))
 
 
 def measure(folder: Path, calls: int) -> None:
@@ -113,6 +122,48 @@ def measure(folder: Path, calls: int) -> None:
     show(f"tight, float, sealing ({seals} seals)", bare_ns, log_ns)
     show("1 kHz, float", *alternate(bare, lambda step: run.log(FLOATS, step=step), min(calls, 4000), pause_s=0.001))
     run.finish()
+
+
+def measure_parts(folder: Path, calls: int) -> None:
+    body = format.fast_metrics(FLOATS) or b""
+    descriptor = os.open(folder / "parts", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    line = format.record_line(1_000, time.time_ns(), 1_000, None, body)
+    lock = threading.RLock()
+    found: dict[str, Callable[[], object]] = {
+        "encode the map (orjson)": lambda: orjson.dumps(FLOATS),
+        "types and finiteness": lambda: (
+            list(map(type, FLOATS.values())).count(float) and isfinite(sum(FLOATS.values()))
+        ),
+        "test and encode (fast_metrics)": lambda: format.fast_metrics(FLOATS),
+        "line and checksum (record_line)": lambda: format.record_line(1, 2, 3, None, body),
+        "an RLock": lambda: lock.acquire() and lock.release(),
+        "a bare write": lambda: os.write(descriptor, line),
+    }
+    print("\n| part of a call, hot caches, less an empty call | µs |\n|---|---:|")
+    empty = best(lambda: None, calls)
+    for name, part in found.items():
+        print(f"| {name} | {best(part, calls) - empty:.2f} |", flush=True)
+
+
+def best(part: Callable[[], object], calls: int) -> float:
+    """Microseconds a call, of the best of seven rounds."""
+    return min(timeit.repeat(part, number=calls // 4, repeat=7)) / (calls // 4) * 1e6
+
+
+def measure_start(folder: Path) -> None:
+    script = (
+        "import sys, time; clock = time.perf_counter; a = clock(); import spool; b = clock();"
+        "run = spool.init(project='bench', dir=sys.argv[1]); c = clock(); run.log({'a': 1.0}); d = clock();"
+        "run.finish(); e = clock(); print(b - a, c - b, e - d)"
+    )
+    rounds = []
+    for _ in range(5):
+        command = [sys.executable, "-c", script, str(folder / "start")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rounds.append([float(word) * 1000 for word in done.stdout.split()])
+    print("\n| fresh interpreter, median of 5 | ms |\n|---|---:|")
+    for name, times in zip(("import spool", "init", "finish"), zip(*rounds, strict=True), strict=True):
+        print(f"| {name} | {sorted(times)[2]:.0f} |")
 
 
 def full_journal(folder: Path) -> Path:
