@@ -3,9 +3,7 @@
 A call becomes records in the caller's thread and is in the kernel when it returns. Nothing here raises for data.
 """
 
-import atexit
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -14,12 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from spool import files, format, histogram, layout
+from spool import files, format, histogram, layout, process
 from spool.errors import WriteError
+from spool.process import warn
 from spool.record import Notes, Redact, generation_body, jsonable, keep, shown, step_number
 from spool.redact import Patterns
 from spool.span import Span
-from spool.writer import Writer, warn
+from spool.writer import Writer
 
 STATUSES = ("finished", "failed", "preempted", "killed")
 _STEPS = range(-(2**63), 2**63)
@@ -65,8 +64,7 @@ class Run:
         self._writer: Writer | None = self._open_writer(continues)
         self._forked = self._writer
         self._rejoining = threading.Lock()
-        _watch_exit()
-        _open_runs.add(self)
+        process.opened(self)
 
     def _open_writer(self, continues: dict[str, Any] | None = None) -> Writer:
         header: dict[str, Any] = {"run": self.id, "attempt": self._attempt, "lead": self.is_lead}
@@ -220,8 +218,7 @@ class Run:
         if self.is_lead:
             body["roster"] = self._roster(writer)
         error = writer.close(time.time_ns(), [format.event_body("finish", jsonable(body, Notes()))])
-        _open_runs.discard(self)
-        _unexport(self)
+        process.closed(self)
         if self.is_lead:
             warn(f"{status}, {writer.seq} records by this process in {self.path}")
             warn(f"to replay: spool-sync {self.path.parent} --to mlflow --run {self.id}")
@@ -293,7 +290,8 @@ class Run:
             self._said.add(message)
             warn(message)
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
+        """In the child of a fork: let go of the parent's writer."""
         self.is_lead = False
         if self._writer is not None:
             self._writer.abandon()
@@ -335,72 +333,3 @@ def _writer_id() -> str:
 
     host = "".join(one if one.isascii() and one.isalnum() else "-" for one in socket.gethostname())[:40]
     return f"{host.strip('-') or 'host'}-{os.getpid()}-{os.urandom(4).hex()}"
-
-
-# --- the runs of this process
-
-_open_runs: set[Run] = set()
-"""Held here until they finish: a script may drop its last reference at the end of `main()`, and is still told how it ended."""
-_exported: dict[str, str] = {}
-"""Environment variables that this process set for its children."""
-_exported_by = 0
-
-
-def export(run: Run) -> None:
-    """Let child processes (Ray actors, ranks, forks) find the run with no other communication."""
-    global _exported_by  # noqa: PLW0603 - the environment it speaks of is as global
-    _exported_by = os.getpid()
-    _exported.update(SPOOL_DIR=str(run.path.parent), SPOOL_RUN_ID=run.id, SPOOL_ATTEMPT=run.attempt)
-    os.environ.update(_exported)
-
-
-def inherited(name: str) -> str | None:
-    """An environment variable as this process got it: None where it was this process that set it for its children."""
-    value = os.environ.get(name)
-    if _exported_by == os.getpid() and value is not None and _exported.get(name) == value:
-        return None
-    return value or None
-
-
-def _unexport(run: Run) -> None:
-    if _exported_by == os.getpid() and _exported.get("SPOOL_RUN_ID") == run.id:
-        for name, value in _exported.items():
-            if os.environ.get(name) == value:
-                del os.environ[name]
-        _exported.clear()
-
-
-_exit_codes: list[object] = []
-_sys_exit = sys.exit
-_is_watching = False
-
-
-def _watch_exit() -> None:
-    """Hear the code of `sys.exit(code)` from now on: at exit the interpreter no longer tells it."""
-    global _is_watching  # noqa: PLW0603 - sys.exit is as global
-    if not _is_watching:
-        _is_watching = True
-        sys.exit = _exit
-
-
-def _exit(code: Any = None) -> NoReturn:
-    _exit_codes.append(code)
-    _sys_exit(code)
-
-
-def _finish_at_exit() -> None:
-    """Politeness, never safety: an interpreter that ends by itself says how."""
-    raised = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    failed = raised is not None or _exit_codes[-1:] not in ([], [None], [0])
-    for run in list(_open_runs):
-        run.finish("failed" if failed else "finished")
-
-
-def _after_fork() -> None:
-    for run in list(_open_runs):
-        run._after_fork()
-
-
-atexit.register(_finish_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -8,6 +8,8 @@ A trainer seals in a child process that is exec'd, never forked, at nice 10: a t
 import os
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 from spool import files, format
 from spool.errors import SealError
 from spool.journal import scan
+from spool.process import warn
 
 NICE = 10
 KEEP_SEALED_S = 600
@@ -82,6 +85,53 @@ def start(journal: Path, redundant: Iterable[Path] = (), nice: int = NICE) -> "s
     path = "\x1f".join(os.path.abspath(entry) for entry in sys.path)
     arguments = [sys.executable, "-I", "-c", _CHILD, path, str(nice), str(journal), *map(str, redundant)]
     return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+class Sealer:
+    """The sealing of one writer's journals, beside training: one child at a time.
+
+    Each child seals one journal, then removes those that have been redundant for long enough.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Path] = deque()
+        self._sealed: deque[tuple[Path, float]] = deque()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def add(self, journal: Path) -> None:
+        """A journal that its writer has closed."""
+        self._waiting.append(journal)
+
+    def tend(self, now_s: float) -> None:
+        """Look after the child, and start the next; called about once a second, with the monotonic clock. Never waits."""
+        if self._child is not None and self._child.poll() is not None:
+            self._collect(now_s)
+        if self._child is None and self._waiting:
+            self._start(now_s, NICE)
+
+    def finish(self) -> None:
+        """Seal all that is left, at full speed, and wait for it."""
+        while self._waiting:
+            if self._child is None:
+                self._start(time.monotonic(), nice=0)
+            if self._child is not None:
+                self._child.wait()
+                self._collect(time.monotonic())
+
+    def _start(self, now_s: float, nice: int) -> None:
+        redundant = []
+        while self._sealed and now_s - self._sealed[0][1] >= KEEP_SEALED_S:
+            redundant.append(self._sealed.popleft()[0])
+        try:
+            self._child = start(self._waiting[0], redundant, nice)
+        except (OSError, SealError) as error:
+            warn(f"{self._waiting.popleft()}: not sealed ({error}); it stays a journal, `spool seal` does it later")
+
+    def _collect(self, now_s: float) -> None:
+        journal = self._waiting.popleft()
+        if self._child is not None and self._child.returncode == 0:
+            self._sealed.append((journal, now_s))
+        self._child = None
 
 
 def main() -> None:

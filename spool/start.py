@@ -11,10 +11,11 @@ from typing import Any
 
 from spool import environment, files, format, layout
 from spool.errors import FinishedRunError, NotASpoolError, SpoolError, UnknownRunError
+from spool.process import export, inherited, warn
 from spool.record import Notes, Redact, clean_text, jsonable, keep
 from spool.redact import capture, mask_tree
-from spool.run import Run, export, inherited
-from spool.writer import DURABILITIES, warn
+from spool.run import Run
+from spool.writer import DURABILITIES
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,199}")
 _MAX_SLUG = 40

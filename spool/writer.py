@@ -12,17 +12,15 @@ Invariants:
 
 import hashlib
 import os
-import sys
 import threading
 import time
 from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 from spool import files, format, journal, liveness, seal
-from spool.errors import SealError
+from spool.process import warn
 
 SEAL_BYTES = 16 << 20
 SEAL_AFTER_S = 600
@@ -36,13 +34,6 @@ DURABILITIES = ("interval", "record", "os")
 
 
 _FINISHED = "the run is finished"
-
-
-def warn(message: str) -> None:
-    """One line on stderr; where nobody listens any more (closed, a broken pipe), training goes on all the same."""
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):
-            print(f"spool: {message}", file=sys.stderr, flush=True)
 
 
 class Writer:
@@ -66,9 +57,7 @@ class Writer:
         self._loss_reason = ""
         self._warned_s = float("-inf")
         self._unwritable = ""
-        self._sealing: Popen[bytes] | None = None
-        self._to_seal: deque[Path] = deque()
-        self._sealed: deque[tuple[Path, float]] = deque()
+        self._sealer = seal.Sealer()
         files.make_folder(folder)
         self._number = 1
         self._descriptor, self._size = journal.create(folder, 1, self._next_header(1, None))
@@ -223,7 +212,7 @@ class Writer:
         is_due = self._size >= SEAL_BYTES or (age_s >= SEAL_AFTER_S and self._size >= SEAL_AFTER_MIN_BYTES)
         if is_due or self._unwritable or not self._sync_reports():
             self._rotate()
-        self._tend_sealing(now)
+        self._sealer.tend(now)
 
     def _sync_reports(self) -> bool:
         """Sync what was written; False when the kernel says that it failed, so that a new journal is begun.
@@ -294,7 +283,7 @@ class Writer:
             self.event("loss", {"suspect": [1, self.seq], "reason": f"{old_path.name}: fdatasync: {error}"})
         with suppress(OSError):  # its bytes are synced, or counted as suspect
             files.close(old)
-        self._to_seal.append(old_path)
+        self._sealer.add(old_path)
 
     def _switch(self, new: int) -> bool:
         """Write the header of the next journal and go on there; False when the run is finished meanwhile."""
@@ -320,26 +309,6 @@ class Writer:
         if self._last_words is not None:
             self.close(*self._last_words)
         return True
-
-    def _tend_sealing(self, now: float) -> None:
-        """One child at a time; it seals one journal, then removes those that have been redundant for long enough."""
-        if self._sealing is not None and self._sealing.poll() is not None:
-            path = self._to_seal.popleft()
-            if self._sealing.returncode == 0:
-                self._sealed.append((path, now))
-            self._sealing = None
-        if self._sealing is None and self._to_seal:
-            try:
-                self._sealing = seal.start(self._to_seal[0], self._redundant(now))
-            except (OSError, SealError) as error:
-                warn(f"{self._to_seal.popleft()}: cannot start sealing ({error}); `spool seal` does it later")
-
-    def _redundant(self, now: float) -> list[Path]:
-        """Journals sealed long enough ago: copies under way and readers have had time to move on."""
-        paths = []
-        while self._sealed and now - self._sealed[0][1] >= seal.KEEP_SEALED_S:
-            paths.append(self._sealed.popleft()[0])
-        return paths
 
     # --- records of the writer's own
 
@@ -384,24 +353,15 @@ class Writer:
             files.close(self._descriptor)
         except OSError as error:
             warn(f"{self.path}: the last records may not survive a power cut ({error})")
-        self._seal_rest()
+        self._sealer.add(self.path)
+        self._sealer.finish()
         return error
-
-    def _seal_rest(self) -> None:
-        if self._sealing is not None:
-            self._sealing.wait()
-            self._to_seal.popleft()
-        for path in (*self._to_seal, self.path):
-            try:
-                seal.start(path, self._redundant(time.monotonic()), nice=0).wait()
-            except (OSError, SealError) as error:
-                warn(f"{path}: not sealed ({error}); it stays a journal, `spool seal` does it later")
 
     def abandon(self) -> None:
         """In a forked child: drop lock, descriptor and buffers. The parent's writer is untouched."""
         self._lock = threading.RLock()
         self._queue.clear()
-        self._sealing = None
+        self._sealer = seal.Sealer()
         if self._unwritable != _FINISHED:  # otherwise the number may be another file's by now
             self._unwritable = _FINISHED
             files.close(self._descriptor)

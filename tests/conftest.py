@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spool.run import _open_runs
+from spool.process import open_runs
 
 ROOT = Path(__file__).parent.parent
 NETWORK_NAMESPACES = (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"])
@@ -27,14 +27,14 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_writer_outlives_its_test() -> Iterator[None]:
     """A writer that a test leaves open would go on in its thread, into the faults that the next test injects."""
     yield
-    for run in list(_open_runs):
+    for run in list(open_runs):
         writer = run._writer
         if writer is not None:
             writer._stop.set()
             writer._wake.set()
             writer._thread.join()
             writer.abandon()
-        _open_runs.discard(run)
+        open_runs.discard(run)
 
 
 @pytest.fixture(scope="session")

@@ -232,7 +232,7 @@ def test_a_writer_seals_as_it_goes_and_removes_what_was_sealed_before(tmp_path, 
         run.log({"a": float(step)}, step=step)
         if step % 300 == 299:
             writer._tick()
-            writer._sealing.wait()
+            writer._sealer._child.wait()
     run.finish()
     assert [row["value"] for row in rows(run)] == [float(step) for step in range(900)]
     assert reader(run).damage() == []
