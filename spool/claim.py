@@ -7,6 +7,7 @@ lost it. Syncs that do not share a folder are not held apart by this; the destin
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from spool import files, format, liveness
@@ -18,33 +19,39 @@ STALE_AFTER_S = 120.0
 class Claim:
     """Taken by `take`; call `touch` often and `release` at the end. A kill leaves the file, which the next one takes over."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: bytes) -> None:
         self._path = path
+        self._content = content
         self._touched_s = time.monotonic()
 
     def touch(self) -> None:
         now = time.monotonic()
         if now - self._touched_s >= TOUCH_EACH_S:
             self._touched_s = now
-            os.utime(self._path)
+            with suppress(FileNotFoundError):  # a user has cleared the folder: what is held apart is only less
+                os.utime(self._path)
 
     def release(self) -> None:
-        files.remove(self._path)
+        """Let the next one in; a claim that another has taken over by now stays theirs."""
+        with suppress(FileNotFoundError):
+            if self._path.read_bytes() == self._content:
+                files.remove(self._path)
 
 
 def take(path: Path) -> Claim | str:
     """The claim, or who holds it. Raises OSError where the folder cannot be written."""
     files.make_folder(path.parent)
+    content = format.dump_json({**liveness.identity(), "token": os.urandom(8).hex()})
     while True:
         try:
-            files.publish_file(path, format.dump_json(liveness.identity()))
+            files.publish_file(path, content)
         except FileExistsError:
             holder = _holder(path)
             if holder is not None:
                 return holder
             _discard(path)
             continue
-        return Claim(path)
+        return Claim(path, content)
 
 
 def _holder(path: Path) -> str | None:

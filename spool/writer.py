@@ -330,7 +330,7 @@ class Writer:
         Nothing follows the last record: another thread's call comes before it or is refused. Returns the error that kept
         it from being written.
         """
-        error = None
+        unwritten = None
         with self._lock:
             if self._busy:  # a signal handler that finishes the run in the middle of a write: the write goes first
                 self._last_words = (ts, last or [])
@@ -341,21 +341,23 @@ class Writer:
             self._drain()
             self._report_losses()
             if last:
-                error = self.append(ts, None, last)
+                unwritten = self.append(ts, None, last)
             self._unwritable = _FINISHED
             self._stop.set()
         self._wake.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
         try:
-            if self._durability != "os":
-                files.sync_data(self._descriptor)
-            files.close(self._descriptor)
+            try:
+                if self._durability != "os":
+                    files.sync_data(self._descriptor)
+            finally:
+                files.close(self._descriptor)
         except OSError as error:
             warn(f"{self.path}: the last records may not survive a power cut ({error})")
         self._sealer.add(self.path)
         self._sealer.finish()
-        return error
+        return unwritten
 
     def abandon(self) -> None:
         """In a forked child: drop lock, descriptor and buffers. The parent's writer is untouched."""

@@ -90,6 +90,10 @@ class Replay:
             if self._claim is not None:
                 self._claim.release()
 
+    def _touch_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.touch()
+
     def _deliver(self) -> None:
         report, destination = self.report, self._destination
         report.damage = [str(damage) for damage in self._run.damage()]
@@ -151,8 +155,7 @@ class Replay:
 
     def _offer(self, batch: Batch) -> None:
         """Write a batch; where it is rejected, halve it down to the row that is to blame and set that aside."""
-        if self._claim is not None:
-            self._claim.touch()
+        self._touch_claim()
         try:
             patiently(partial(self._destination.write, batch))
         except RejectedRecordError as error:
@@ -201,6 +204,7 @@ class Replay:
         counts = self.report.tables[batch.table]
         start = self._held.get(batch.writer_id, {}).get(batch.table, 0)
         for part in batch.split(self._destination.rows_per_request[batch.table]):
+            self._touch_claim()
             held = patiently(partial(self._destination.holds, part))
             counts.recorded += len(held)
             is_claimed = [seq <= start for seq in part.rows["seq"].to_pylist()]

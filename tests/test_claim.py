@@ -51,3 +51,24 @@ def test_a_touch_keeps_a_claim_from_going_silent(tmp_path: Path, monkeypatch) ->
     os.utime(path, (1, 1))
     held.touch()
     assert path.stat().st_mtime > 1
+
+
+def test_a_claim_whose_folder_was_cleared_ends_quietly(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(claim, "TOUCH_EACH_S", 0.0)
+    path = tmp_path / "run.claim"
+    held = claim.take(path)
+    assert isinstance(held, claim.Claim)
+    path.unlink()
+    held.touch()
+    held.release()
+
+
+def test_a_claim_taken_over_is_not_released_by_the_one_that_lost_it(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "run.claim"
+    lost = claim.take(path)
+    assert isinstance(lost, claim.Claim)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(liveness, "is_alive", lambda _header: False)
+        assert isinstance(claim.take(path), claim.Claim)
+    lost.release()
+    assert isinstance(claim.take(path), str)

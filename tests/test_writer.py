@@ -520,6 +520,21 @@ def test_a_whole_record_that_cannot_be_taken_back_keeps_its_seq(tmp_path, monkey
     assert own_writer(run).damage() == []
 
 
+@pytest.mark.parametrize("function", ["sync_data", "close"])
+def test_a_disk_that_fails_at_the_end_is_a_warning_and_finish_returns(tmp_path, monkeypatch, capfd, function):
+    run = begin_without_thread(tmp_path)
+    run.log({"a": 1.0})
+
+    def fails(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(files, function, fails)
+        run.finish()
+    assert "may not survive a power cut" in capfd.readouterr().err
+    assert reader(run).status().state == "finished"
+
+
 def test_a_silent_writer_says_that_it_is_alive(tmp_path, monkeypatch):
     run = begin_without_thread(tmp_path)
     run._writer._tick()
