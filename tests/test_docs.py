@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from sync.cli import main as sync_command
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(
@@ -148,3 +150,14 @@ def test_a_page_cannot_name_a_target_or_an_extra_that_is_not_there() -> None:
         is_checked_only("make nosuch")
     with pytest.raises(AssertionError, match="nosuch"):
         is_checked_only("pip install 'spool-sync[nosuch]'")
+
+
+def test_messages_name_only_options_that_exist() -> None:
+    options = {name for one in sync_command.params for name in one.opts}
+    named = set()
+    for source in [*(ROOT / "spool").rglob("*.py"), *(ROOT / "sync").rglob("*.py"), *(ROOT / "trainer").rglob("*.py")]:
+        for line in source.read_text(encoding="utf-8").splitlines():
+            if "spool-sync" in line:
+                named |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", line.partition("spool-sync")[2]))
+    assert {"--to", "--run"} <= named
+    assert named <= options

@@ -176,13 +176,13 @@ _REAL_NAMES = {
     "trainer.mlflow_trace_sampling": "actor_rollout_ref.rollout.trace.max_samples_per_step_per_worker",
 }
 
-_THIN_OUT = "every step is recorded; thin out on the way to a tracker with `spool-sync --every N`"
+_EVERY_STEP = "every step is recorded, which costs one system call; leave the key out"
 _TO_TRACKER = "trackers are reached by `spool-sync` after or beside the training, their settings belong there"
-_WHOLE_TRACES = "traces are recorded whole; what may leave is decided when they are replayed"
+_WHOLE_TRACES = "traces are recorded whole; trace.max_samples_per_step_per_worker records fewer of them"
 _ELSEWHERE = {
-    "trainer.log_frequency": _THIN_OUT,
-    "trainer.log_interval": _THIN_OUT,
-    "trainer.wandb_log_media": "leave generations out with `spool-sync --no-generations`",
+    "trainer.log_frequency": _EVERY_STEP,
+    "trainer.log_interval": _EVERY_STEP,
+    "trainer.wandb_log_media": "trainer.log_val_generations=0 records no generations",
     "trainer.wandb_proxy": _TO_TRACKER,
     "trainer.wandb_watch": _TO_TRACKER,
     "swanlab_config": _TO_TRACKER,
@@ -289,9 +289,7 @@ def _checked(name: str, value: Any, entry: "dataclasses.Field[Any]") -> Any:
     for element in value if kind is list else [value]:
         if choices and element not in choices:
             shown = ", ".join("null" if choice is None else str(choice) for choice in choices)
-            advice = (
-                f"; for {element} record with spool, then `spool-sync --to {element}`" if element in _TRACKERS else ""
-            )
+            advice = "; record with spool and replay afterwards with `spool-sync`" if element in _TRACKERS else ""
             raise ConfigError(f"{name}: {element!r} is not one of {shown}{advice}")
     if at_least is not None and not value >= at_least:  # also refuses nan
         raise ConfigError(f"{name} must be at least {at_least:g}, not {value!r}")
