@@ -2,14 +2,16 @@
 
 import sys
 import time
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import click
 
-from spool import __version__, format, layout, seal
+from spool import __version__, acceptance, format, layout, seal
 from spool.errors import SealError, SpoolError
+from spool.journal import Damage
 from spool.reader import RunReader, Spool, WriterReader
 from spool.record import Notes, jsonable
 
@@ -75,7 +77,7 @@ def _summary(run: RunReader) -> dict[str, Any]:
         "created_ns": run.created_ns,
         "attempts": len(run.attempts()),
         "writers": len(writers),
-        "records": sum(map(layout.last_seq, writers)),
+        "records": sum(layout.last(writer).seq for writer in writers),
         "status": run.status().state,
     }
 
@@ -83,28 +85,52 @@ def _summary(run: RunReader) -> dict[str, Any]:
 @main.command()
 @spool_argument
 @run_option
+@click.option("--accept", is_flag=True, help="Acknowledge the damage found: later checks and spool-sync go on over it.")
+@click.option(
+    "--state-dir", type=click.Path(path_type=Path), help="Where accepted damage is kept; by default SPOOL/.sync."
+)
 @json_option
-def verify(spool: Path, names: tuple[str, ...], as_json: bool) -> None:
-    """Check every byte: checksums, sequence, hashes. Exit 3 when anything is damaged or missing."""
+def verify(spool: Path, names: tuple[str, ...], accept: bool, state_dir: Path | None, as_json: bool) -> None:
+    """Check every byte: checksums, sequence, hashes, and that no journal, segment or writer is absent.
+
+    Works on a read-only copy, on any machine. Exit 3 when anything is damaged or absent. What is absent from an incomplete
+    copy is named, to be fetched from where it came from. Damage that has been accepted is listed, and does not count.
+    """
     results = []
-    damaged = 0
     for run in _chosen(spool, names):
         writers = run.writers()
-        found = [one for writer in writers for one in writer.damage()]
-        damage = [str(one) for one in run.info_damage + found + run.file_damage()]
-        damaged += len(damage)
+        damage = run.damage(writers)
+        accepted = acceptance.load(state_dir or spool / format.STATE_FOLDER, run.path)
+        if accept:
+            accepted.add(damage)
+        new = [one for one in damage if one not in accepted]
         records = sum(writer.last_seq for writer in writers)
-        results.append({"run": run.id, "writers": len(writers), "records": records, "damage": damage})
+        results.append(
+            {
+                "run": run.id,
+                "writers": len(writers),
+                "records": records,
+                "damage": [_plain(one) for one in new],
+                "accepted": [_plain(one) for one in damage if one in accepted],
+            }
+        )
         if not as_json:
-            click.echo(
-                f"{run.id}: {len(writers)} writers, {records} records, "
-                + (f"{len(damage)} damaged" if damage else "intact")
-            )
-            for line in damage:
-                click.echo(f"  {line}")
+            click.echo(f"{run.id}: {len(writers)} writers, {records} records, {_verdict(new, len(damage) - len(new))}")
+            for one in damage:
+                click.echo(f"  {'' if one in new else 'accepted: '}{one}")
     if as_json:
         click.echo(format.dump_json(results).decode(), nl=False)
-    sys.exit(3 if damaged else 0)
+    sys.exit(3 if any(one["damage"] for one in results) else 0)
+
+
+def _plain(damage: Damage) -> dict[str, Any]:
+    return {"message": str(damage), **asdict(damage)}
+
+
+def _verdict(damage: list[Damage], accepted: int) -> str:
+    absent = sum(one.fetch is not None for one in damage)
+    counts = {"damaged": len(damage) - absent, "absent": absent, "accepted": accepted}
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "intact"
 
 
 @main.command(name="seal")

@@ -1,11 +1,12 @@
 """Everything durable, once: create, append, sync, publish, remove.
 
-The only module of the spool that calls fsync, rename or unlink, and so the seam where tests inject faults: every step
-goes through a function of this module. It knows nothing of runs, journals or records.
+The only module of the spool that calls fsync, rename or unlink, and so the seam where tests inject faults: whatever changes
+the disk is one of the functions named in STEPS, called through this module's namespace. It knows nothing of runs, journals
+or records. (The one exception is pyarrow, which writes its own files into a folder that is not published yet.)
 
 Why each step is there:
-- a file's bytes survive a power cut after `fsync(file)`; its *name* survives after `fsync(folder)`;
-- `publish` makes a complete file or folder appear under its name in one step, or not at all: it is written beside the
+- a file's bytes survive a power cut after `sync_data` or `sync_file`; its *name* survives after `sync_folder`;
+- `publish_…` makes a complete file or folder appear under its name in one step, or not at all: it is written beside the
   target under a dot name, synced, renamed without replacing, and then the folder is synced;
 - an error of `close` is an error of the write on network file systems, so nothing here swallows it.
 """
@@ -15,13 +16,31 @@ import errno
 import hashlib
 import os
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
+
+STEPS = (
+    "open_new",
+    "write",
+    "truncate",
+    "allocate",
+    "sync_data",
+    "close",
+    "sync_file",
+    "sync_folder",
+    "rename",
+    "rename_new",
+    "unlink",
+    "make_one_folder",
+    "remove_empty_folder",
+)
+"""Every change of the disk is one call of one of these."""
 
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
+_BLOCK_SIZE_BYTES = 1 << 20
 
 
 def folder_mode() -> int:
@@ -37,31 +56,17 @@ def _give_to_group(path: Path) -> None:
     group = os.environ.get("SPOOL_GROUP")
     if group:
         shutil.chown(path, group=group)
+        os.chmod(path, folder_mode() if path.is_dir() else file_mode())  # the umask may have taken the group's bits
 
 
-def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents. Durable when this returns."""
-    missing = []
-    while not path.is_dir():
-        missing.append(path)
-        path = path.parent
-    for folder in reversed(missing):
-        try:
-            os.mkdir(folder, folder_mode())
-        except FileExistsError:
-            if not folder.is_dir():  # another process made it first: fine; a file in its place is not
-                raise
-        else:
-            _give_to_group(folder)
-        sync_folder(folder.parent)
+# --- steps
 
 
-def create_append(path: Path) -> int:
-    """Create `path`, which must not exist, for appending, and return its descriptor. The name is durable."""
+def open_new(path: Path) -> int:
+    """Create `path`, which must not exist, for appending; returns its descriptor."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, file_mode())
     try:
         _give_to_group(path)
-        sync_folder(path.parent)
     except OSError:
         os.close(descriptor)
         raise
@@ -76,6 +81,14 @@ def truncate(descriptor: int, length: int) -> None:
     os.ftruncate(descriptor, length)
 
 
+def allocate(descriptor: int, length: int) -> None:
+    """Take `length` bytes of the disk for an empty file, so that giving them back makes as much room."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, length)
+    else:
+        os.write(descriptor, bytes(length))
+
+
 def sync_data(descriptor: int) -> None:
     """The bytes, and the length needed to read them, survive a power cut when this returns."""
     getattr(os, "fdatasync", os.fsync)(descriptor)
@@ -83,6 +96,15 @@ def sync_data(descriptor: int) -> None:
 
 def close(descriptor: int) -> None:
     os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """As `sync_data`, for a file that another library has written and closed."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:
@@ -96,12 +118,9 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def rename(source: Path, target: Path) -> None:
+    """Rename; a file at `target` is replaced in the same step."""
+    os.replace(source, target)
 
 
 def rename_new(source: Path, target: Path) -> None:
@@ -130,13 +149,62 @@ def rename_new(source: Path, target: Path) -> None:
     os.unlink(source)
 
 
+def unlink(path: Path) -> None:
+    os.unlink(path)
+
+
+def make_one_folder(path: Path) -> None:
+    os.mkdir(path, folder_mode())
+    _give_to_group(path)
+
+
+def remove_empty_folder(path: Path) -> None:
+    os.rmdir(path)
+
+
+# --- what is made of them
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its missing parents. Durable when this returns."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        try:
+            make_one_folder(folder)
+        except FileExistsError:
+            if not folder.is_dir():  # another process made it first: fine; a file in its place is not
+                raise
+        sync_folder(folder.parent)
+
+
+def create_append(path: Path) -> int:
+    """Create `path`, which must not exist, for appending, and return its descriptor. The name is durable."""
+    descriptor = open_new(path)
+    try:
+        sync_folder(path.parent)
+    except OSError:
+        close(descriptor)
+        raise
+    return descriptor
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[write(descriptor, view) :]
+
+
 def publish_file(target: Path, content: bytes) -> None:
     """Make `target` appear with `content`, once. Durable when this returns; FileExistsError if it is there already."""
+    _publish(target, [content], lambda temporary: rename_new(temporary, target))
 
-    def write_content(path: Path) -> None:
-        path.write_bytes(content)
 
-    _publish(target, write_content, rename_new)
+def replace_file(target: Path, content: bytes) -> None:
+    """Set `target` to `content`: a reader sees the old bytes or the new ones. Durable when this returns."""
+    _publish(target, [content], lambda temporary: rename(temporary, target))
 
 
 def publish_content(source: Path, folder: Path) -> tuple[str, int]:
@@ -147,49 +215,55 @@ def publish_content(source: Path, folder: Path) -> tuple[str, int]:
     make_folder(folder)
     digest = hashlib.sha256()
     size = 0
-    descriptor, name = tempfile.mkstemp(prefix=".copy.", dir=folder)
-    os.close(descriptor)
-    temporary = Path(name)
-    try:
-        with source.open("rb") as reading, temporary.open("wb") as writing:
-            while block := reading.read(1 << 20):
-                digest.update(block)
-                writing.write(block)
-                size += len(block)
-        os.chmod(temporary, file_mode())
-        _give_to_group(temporary)
-        _sync_file(temporary)
+
+    def blocks(file: BinaryIO) -> Iterator[bytes]:
+        nonlocal size
+        while block := file.read(_BLOCK_SIZE_BYTES):
+            digest.update(block)
+            size += len(block)
+            yield block
+
+    def name(temporary: Path) -> None:
         with suppress(FileExistsError):
             rename_new(temporary, folder / digest.hexdigest())
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(folder)
+
+    with source.open("rb") as file:
+        _publish(folder / "copy", blocks(file), name)
     return digest.hexdigest(), size
 
 
-def replace_file(target: Path, content: bytes) -> None:
-    """Set `target` to `content`: a reader sees the old bytes or the new ones. Durable when this returns."""
-
-    def write_content(path: Path) -> None:
-        path.write_bytes(content)
-
-    _publish(target, write_content, os.replace)
-
-
-def _publish(target: Path, fill: Callable[[Path], None], rename: Callable[[Path, Path], None]) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    os.close(descriptor)
-    temporary = Path(name)
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's bytes to `target`, which must not exist. Its bytes are durable when this returns, its name is not yet."""
+    descriptor = open_new(target)
     try:
-        fill(temporary)
-        os.chmod(temporary, file_mode())
-        _give_to_group(temporary)
-        _sync_file(temporary)
-        rename(temporary, target)
-    except BaseException:  # also KeyboardInterrupt: the half-made file must not stay; what happened is raised on
-        temporary.unlink(missing_ok=True)
-        raise
+        with source.open("rb") as file:
+            while block := file.read(_BLOCK_SIZE_BYTES):
+                write_all(descriptor, block)
+        sync_data(descriptor)
+    finally:
+        close(descriptor)
+
+
+def _publish(target: Path, content: Iterable[bytes], name: Callable[[Path], None]) -> None:
+    """Write a file beside `target`, sync it, and let `name` rename it; the half-made file goes whatever happens."""
+    temporary = _beside(target)
+    descriptor = open_new(temporary)
+    try:
+        try:
+            for block in content:
+                write_all(descriptor, block)
+            sync_data(descriptor)
+        finally:
+            close(descriptor)
+        name(temporary)
+    finally:
+        with suppress(FileNotFoundError):  # renamed, as it should be
+            unlink(temporary)
     sync_folder(target.parent)
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.urandom(4).hex()}")
 
 
 def publish_folder(target: Path, fill: Callable[[Path], None]) -> None:
@@ -198,20 +272,20 @@ def publish_folder(target: Path, fill: Callable[[Path], None]) -> None:
     While the folder is being filled each file carries the suffix `.part`, which `fill` must use: tools that glob
     `**/*.parquet` look into dot folders too, and must not see a half-made segment.
     """
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    temporary = _beside(target)
+    make_one_folder(temporary)
     try:
         fill(temporary)
-        os.chmod(temporary, folder_mode())
-        _give_to_group(temporary)
         for path in sorted(temporary.iterdir()):
-            os.chmod(path, file_mode())
+            os.chmod(path, file_mode())  # pyarrow made it
             _give_to_group(path)
-            _sync_file(path)
-            path.rename(path.with_suffix(""))
+            sync_file(path)
+            rename(path, path.with_suffix(""))
         sync_folder(temporary)
         rename_new(temporary, target)
-    except BaseException:  # as in _publish
-        shutil.rmtree(temporary, ignore_errors=True)
+    except BaseException:  # also KeyboardInterrupt: the half-made folder must not stay; what happened is raised on
+        with suppress(OSError):
+            _remove_tree(temporary)
         raise
     sync_folder(target.parent)
 
@@ -224,7 +298,7 @@ def remove_unfinished(target: Path) -> None:
     for leftover in target.parent.glob(f".{target.name}.*"):
         doomed = leftover.with_name(f".doomed.{os.getpid()}{leftover.name}")
         with suppress(FileNotFoundError):  # published, or removed by another
-            os.rename(leftover, doomed)
+            rename(leftover, doomed)
             remove(doomed)
     for doomed in target.parent.glob(f".doomed.*.{target.name}.*"):
         with suppress(FileNotFoundError):
@@ -232,12 +306,24 @@ def remove_unfinished(target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with what is in it. Durable when this returns."""
+    """Remove a file, or a folder with what is in it. Durable when this returns.
+
+    A folder goes file by file: one that readers know by its name is renamed to a dot name before.
+    """
     if path.is_dir():
-        shutil.rmtree(path)
+        _remove_tree(path)
     else:
-        path.unlink()
+        unlink(path)
     sync_folder(path.parent)
+
+
+def _remove_tree(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            _remove_tree(path)
+        else:
+            unlink(path)
+    remove_empty_folder(folder)
 
 
 def sha256_file(path: Path, length: int | None = None) -> str:
@@ -245,7 +331,7 @@ def sha256_file(path: Path, length: int | None = None) -> str:
     digest = hashlib.sha256()
     remaining = path.stat().st_size if length is None else length
     with path.open("rb") as file:
-        while remaining > 0 and (block := file.read(min(1 << 20, remaining))):
+        while remaining > 0 and (block := file.read(min(_BLOCK_SIZE_BYTES, remaining))):
             digest.update(block)
             remaining -= len(block)
     return digest.hexdigest()

@@ -7,6 +7,7 @@ place where reading resumes after damage.
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from math import isfinite
 from typing import Any
 
@@ -63,6 +64,9 @@ COMMON: tuple[tuple[str, str], ...] = (
 
 RUN_FILE = "run.json"
 MANIFEST_FILE = "manifest.json"
+FILES_FOLDER = "files"
+STATE_FOLDER = ".sync"
+"""Cursors, claims and accepted damage, beside the runs; or another folder, with --state-dir."""
 JOURNAL_NAME = re.compile(r"(\d{6,})\.jsonl")
 SEGMENT_NAME = re.compile(r"\d{6,}")
 
@@ -179,7 +183,7 @@ def header_line(header: dict[str, Any]) -> bytes:
 
 
 def checked_json(value: dict[str, Any]) -> bytes:
-    """One JSON object that proves itself, as a line: headers and manifests."""
+    """One JSON object that proves itself, as a line: run.json, headers and manifests."""
     line = _dumps(value)[:-1]
     return b'%b,"crc":"%08x"}\n' % (line, crc32c(line))
 
@@ -228,6 +232,13 @@ def decode(line: bytes) -> dict[str, Any]:
     return decoded
 
 
+def end_of(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """{"status", "ts"} where a writer's last record is its finish, else None."""
+    if record is None or record.get("event") != "finish":
+        return None
+    return {"status": record["body"]["status"], "ts": record["ts"]}
+
+
 def check_format(found: object, where: str) -> None:
     """Refuse what a later release has written: reading it with today's rules would be a guess."""
     if not isinstance(found, int) or found > FORMAT:
@@ -236,8 +247,18 @@ def check_format(found: object, where: str) -> None:
         )
 
 
+def check_newer(content: bytes, where: str) -> None:
+    """Refuse JSON that does not prove itself because a later release wrote it another way; anything else is damage."""
+    if content.removesuffix(b"\n")[-CRC_LENGTH:-10] == b',"crc":"':
+        return  # a checksum as ours that does not fit: damage, perhaps in the very number
+    with suppress(ValueError, AttributeError):
+        found = load_json(content).get("format")
+        if isinstance(found, int):
+            check_format(found, where)
+
+
 def dump_json(value: object) -> bytes:
-    """JSON for people and for tools: run.json, manifests, cursors."""
+    """JSON for people and for tools: cursors, claims, output."""
     return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
 
 

@@ -30,7 +30,10 @@ def summarize(values: object) -> dict[str, Any]:
 def _summarize_array(numpy: Any, values: Any) -> dict[str, Any]:
     if hasattr(values, "detach"):  # a tensor: bf16 has no numpy counterpart
         values = values.detach().cpu().double()
-    array = numpy.asarray(values, dtype=numpy.float64).ravel()
+    array = numpy.asarray(values)
+    if array.dtype.kind in "cSUmM":  # the cast would drop imaginary parts, parse texts and forget units, in silence
+        raise TypeError(f"{array.dtype} values")
+    array = array.astype(numpy.float64, copy=False).ravel()
     finite = array[numpy.isfinite(array)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     edges = _edges(low, high)
@@ -63,5 +66,7 @@ def _flatten(values: Any, flat: list[float]) -> None:
     if isinstance(values, (list, tuple)):
         for value in values:
             _flatten(value, flat)
+    elif isinstance(values, str):
+        raise TypeError("texts")
     else:
         flat.append(float(values))

@@ -17,12 +17,17 @@ from typing import Any, NamedTuple
 from spool import files, format
 
 _BLOCK_SIZE_BYTES = 1 << 20
+_TAIL_SIZE_BYTES = 1 << 14
 _MISMATCH = "checksum mismatch"
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A range of recorded data that does not prove itself. `first_seq`/`last_seq` are null where nobody can know."""
+    """A range of recorded data that does not prove itself. `first_seq`/`last_seq` are null where nobody can know.
+
+    `fetch` names what is absent, relative to the spool, where the bytes that are here are all good: an incomplete copy,
+    which is whole again once that is fetched from where it came from. Null: what is here is not what was written.
+    """
 
     path: str
     offset: int
@@ -30,15 +35,19 @@ class Damage:
     reason: str
     first_seq: int | None = None
     last_seq: int | None = None
+    fetch: str | None = None
 
     def __str__(self) -> str:
+        if self.fetch is not None:
+            return f"incomplete copy: fetch {self.fetch}: {self.reason} ({self._seqs()})"
+        return f"{self.path}: {self.reason} at byte {self.offset}, {self.length} bytes ({self._seqs()})"
+
+    def _seqs(self) -> str:
         if self.first_seq is None:
-            seqs = "no record is known to be missing"
-        elif self.first_seq == self.last_seq:
-            seqs = f"seq {self.first_seq}"
-        else:
-            seqs = f"seq {self.first_seq} to {'unknown' if self.last_seq is None else self.last_seq}"
-        return f"{self.path}: {self.reason} at byte {self.offset}, {self.length} bytes ({seqs})"
+            return "no record is known to be missing"
+        if self.first_seq == self.last_seq:
+            return f"seq {self.first_seq}"
+        return f"seq {self.first_seq} to {'unknown' if self.last_seq is None else self.last_seq}"
 
 
 def create(folder: Path, number: int, header: dict[str, Any]) -> tuple[int, int]:
@@ -79,12 +88,8 @@ class Scan:
     def last_seq(self) -> int:
         return self.seqs[-1] if self.seqs else (self.header or {}).get("first_seq", 1) - 1
 
-    def end(self) -> dict[str, Any] | None:
-        """{"status", "ts"} of the finish record, None where the last record is another."""
-        for record in self.records(self.last_seq - 1):
-            if record.get("event") == "finish":
-                return {"status": record["body"]["status"], "ts": record["ts"]}
-        return None
+    def last_record(self) -> dict[str, Any] | None:
+        return next(self.records(self.last_seq - 1), None)
 
     def records(self, after_seq: int = 0) -> Iterator[dict[str, Any]]:
         """The records with seq > after_seq, decoded, in seq order."""
@@ -93,6 +98,31 @@ class Scan:
                 if seq > after_seq:
                     file.seek(offset)
                     yield format.decode(file.read(length))
+
+
+def last_line(path: Path) -> bytes | None:
+    """The last intact line of a journal, header or record, without its newline: reads from the end, as little as it can.
+
+    For looking on (lists, rosters); what counts as read is only what `scan` finds.
+    """
+    window = _TAIL_SIZE_BYTES
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        while True:
+            start = max(0, size - window)
+            file.seek(start)
+            first, *lines = file.read(size - start).split(b"\n")
+            if start == 0:
+                lines.insert(0, first)
+            for line in reversed(lines):
+                for _, piece in reversed(format.split_at_lost_newline(line)):
+                    if format.is_intact(piece):
+                        return piece
+                if format.is_intact(line[:-1]):  # only its newline is damaged
+                    return line[:-1]
+            if start == 0:
+                return None
+            window *= 16
 
 
 def scan(path: Path, start: int = 0) -> Scan:

@@ -4,15 +4,15 @@ A folder is a run when it has a run.json, and a writer when it holds a journal o
 work of a process that may be alive or dead; nobody reads them.
 """
 
-from collections.abc import Iterator
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spool import format
 from spool.errors import NotASpoolError
-from spool.journal import scan
+from spool.journal import last_line
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,25 @@ def check_spool(root: Path) -> None:
 
 def runs(root: Path) -> list[Path]:
     """Run folders, by id and so by time of creation."""
-    return sorted(path.parent for path in root.glob(f"[!.]*/{format.RUN_FILE}"))
+    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    return [root / name for name in names if (root / name / format.RUN_FILE).is_file()]
 
 
 def run_info(run: Path) -> dict[str, Any]:
     """What run.json says. Raises NotASpoolError when it is damaged, NewerFormatError for a later format."""
     path = run / format.RUN_FILE
+    content = path.read_bytes()
     try:
-        info: dict[str, Any] = dict(format.load_json(path.read_bytes()))
-        names = ("format", "project", "experiment", "created_ns", "attempt")
-        missing = [name for name in names if name not in info]
+        info = format.load_checked_json(content)
+        missing = [name for name in ("format", "project", "experiment", "created_ns", "attempt") if name not in info]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} missing")
     except (ValueError, TypeError) as error:
+        format.check_newer(content, str(path))  # a later format may lack what this one has
         raise NotASpoolError(
             f"{path}: not what `init` writes ({error}); the run's records can still be read"
         ) from error
-    format.check_format(
-        info.get("format", format.FORMAT), str(path)
-    )  # first: a later format may miss what this one has
-    if missing:
-        raise NotASpoolError(f"{path}: {', '.join(missing)} missing; the run's records can still be read")
+    format.check_format(info["format"], str(path))
     return info
 
 
@@ -79,21 +79,19 @@ def manifest(segment: Path) -> dict[str, Any]:
 
 
 def writers(run: Path) -> list[Path]:
-    return sorted(path for path in run.glob("[!.]*") if path.is_dir() and path.name != "files" and sources(path))
+    names = sorted(entry.name for entry in os.scandir(run) if entry.is_dir() and not entry.name.startswith("."))
+    return [run / name for name in names if name != format.FILES_FOLDER and sources(run / name)]
 
 
 def sources(writer: Path) -> list[Source]:
     """Journals and segments of a writer in the order they were written."""
-    journals = {int(match[1]): path for path, match in _matching(writer, format.JOURNAL_NAME) if path.is_file()}
-    segments = {int(path.name): path for path, _ in _matching(writer, format.SEGMENT_NAME) if path.is_dir()}
+    journals, segments = {}, {}
+    for entry in os.scandir(writer):
+        if (match := format.JOURNAL_NAME.fullmatch(entry.name)) and entry.is_file():
+            journals[int(match[1])] = writer / entry.name
+        elif format.SEGMENT_NAME.fullmatch(entry.name) and entry.is_dir():
+            segments[int(entry.name)] = writer / entry.name
     return [Source(at, journals.get(at), segments.get(at)) for at in sorted({*journals, *segments})]
-
-
-def _matching(folder: Path, pattern: Any) -> Iterator[tuple[Path, Any]]:
-    for path in folder.iterdir():
-        match = pattern.fullmatch(path.name)
-        if match:
-            yield path, match
 
 
 def header(writer: Path) -> dict[str, Any]:
@@ -117,32 +115,40 @@ def _header(source: Source) -> dict[str, Any]:
     return {}
 
 
-def last_seq(writer: Path) -> int:
-    """Seq of the last intact record of a writer, 0 when it has none."""
-    for source in reversed(sources(writer)):
-        if source.journal is not None:
-            with suppress(FileNotFoundError):  # sealed and removed since we looked
-                found = scan(source.journal)
-                if found.seqs or found.header is not None:
-                    return found.last_seq
-        if source.segment is not None:
-            with suppress(OSError, ValueError):
-                return int(manifest(source.segment)["last_seq"])
-    return 0
+class Last(NamedTuple):
+    """How far a writer has got: seq and ns of its last intact record (0 and its beginning when it has none), and how it ended."""
+
+    seq: int
+    ts: int
+    end: dict[str, Any] | None
+    """`status` and `ts` of its finish record; {"status": "died"} where its death was proven when it was sealed; None: not known."""
 
 
-def end(writer: Path) -> dict[str, Any] | None:
-    """How a writer ended: `status` of its finish record (with `ts`) or "died", proven when it was sealed; None: not known."""
+def last(writer: Path) -> Last:
+    """From the newest file that tells; a journal is read from its end only. Cheap: for lists and rosters."""
     for source in reversed(sources(writer)):
+        found = None
         if source.segment is not None:
             with suppress(OSError, ValueError):
                 found = manifest(source.segment)
-                if source.journal is None or source.journal.stat().st_size <= found["journal"]["length"]:
-                    return found.get("end")
         if source.journal is not None:
             with suppress(FileNotFoundError):  # sealed and removed since we looked
-                return scan(source.journal).end()
-    return None
+                if found is None or source.journal.stat().st_size > found["journal"]["length"]:
+                    line = last_line(source.journal)
+                    if line is not None:
+                        return _last_of_line(line)
+        if found is not None:
+            return Last(
+                found["last_seq"], found["last_ts"] or (found["header"] or {}).get("created_ns", 0), found["end"]
+            )
+    return Last(0, 0, None)
+
+
+def _last_of_line(line: bytes) -> Last:
+    record = format.decode(line)
+    if "seq" in record:
+        return Last(record["seq"], record["ts"], format.end_of(record))
+    return Last(record["first_seq"] - 1, record["created_ns"], None)
 
 
 def attempts(run: Path) -> list[Attempt]:

@@ -4,9 +4,8 @@ Order is (writer, seq), never the clock. Damage is listed by `damage()`; everyth
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spool import files, format, layout, liveness, table
+from spool import chain, files, format, layout, table
+from spool.chain import Part
 from spool.errors import NotASpoolError, UnknownRunError
 from spool.journal import Damage, Scan, scan
 from spool.segment import Segment
+from spool.status import RunStatus, is_alive, run_status
 
 MAX_ROWS = 1 << 16
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """Where a run stands.
-
-    `state`: finished, failed, preempted or killed once the lead writer's finish in the latest attempt, or the death of
-    all its writers (then `proven_death`), says so; otherwise running (a writer is provably alive) or unknown.
-    """
-
-    state: str
-    end_ns: int | None = None
-    proven_death: bool = False
 
 
 class Spool:
@@ -102,22 +90,11 @@ class RunReader:
     def writers(self) -> list["WriterReader"]:
         """By attempt, the lead writer first."""
         order = {attempt.id: place for place, attempt in enumerate(self.attempts())}
-        found = [WriterReader(path) for path in layout.writers(self.path)]
+        found = [WriterReader(path, self.info.get("run")) for path in layout.writers(self.path)]
         return sorted(found, key=lambda one: (order.get(one.attempt, len(order)), not one.is_lead, one.id))
 
     def status(self) -> RunStatus:
-        attempts = self.attempts()
-        latest = [one for one in self.writers() if attempts and one.attempt == attempts[-1].id]
-        for writer in latest:
-            finish = writer.finish() if writer.is_lead else None
-            if finish is not None:
-                return RunStatus(finish[0], finish[1])
-        alive = [writer.is_alive() for writer in latest if writer.finish() is None]
-        if True in alive:
-            return RunStatus("running")
-        if alive and None not in alive:
-            return RunStatus("failed", max(writer.last_ts() for writer in latest), proven_death=True)
-        return RunStatus("unknown")
+        return run_status(self.path)
 
     def metrics(self) -> pa.Table:
         """Columns: the common ones, then key, value, exact, kind; see docs/format.md. Ordered by (attempt, writer, seq)."""
@@ -135,17 +112,34 @@ class RunReader:
         """Columns: the common ones, then kind and body (JSON)."""
         return self._table("events")
 
-    def damage(self) -> list[Damage]:
-        in_writers = [damage for writer in self.writers() for damage in writer.damage()]
-        return self.info_damage + in_writers + self.file_damage()
+    def damage(self, writers: list["WriterReader"] | None = None) -> list[Damage]:
+        """Whatever is not as it was written, or absent; reads every byte (of `writers`, where they are at hand)."""
+        writers = self.writers() if writers is None else writers
+        in_writers = [damage for writer in writers for damage in writer.damage()]
+        return self.info_damage + in_writers + self.missing(writers) + self.file_damage(writers)
 
-    def file_damage(self) -> list[Damage]:
-        """Saved files whose content is not what they are named after."""
-        return [
+    def missing(self, writers: list["WriterReader"]) -> list[Damage]:
+        """Writers that are absent or end too early, as finish records and later attempts tell."""
+        found = {writer.id: writer.last_seq for writer in writers}
+        said = (one for writer in writers for one in writer.positions_of_others())
+        return chain.missing_of_writers(self.path, found, said)
+
+    def file_damage(self, writers: list["WriterReader"]) -> list[Damage]:
+        """Saved files that are absent, or whose content is not what they are named after."""
+        folder = self.path / format.FILES_FOLDER
+        here = {path.name: path for path in sorted(folder.glob("[!.]*"))}
+        changed = [
             Damage(str(path), 0, path.stat().st_size, "not the file that was saved: its sha256 is another")
-            for path in sorted(self.path.glob("files/[!.]*"))
-            if files.sha256_file(path) != path.name
+            for name, path in here.items()
+            if files.sha256_file(path) != name
         ]
+        saved = {sha256: name for writer in writers for name, sha256 in writer.saved_files()}
+        absent = [
+            Damage(str(folder / sha256), 0, 0, f"the file saved as {name}", fetch=chain.place(folder / sha256, 3))
+            for sha256, name in saved.items()
+            if sha256 not in here
+        ]
+        return changed + absent
 
     def _table(self, name: str) -> pa.Table:
         pieces = [piece for writer in self.writers() for piece in writer.batches(name)]
@@ -155,112 +149,85 @@ class RunReader:
 class WriterReader:
     """One writer's records, from its segments and journals. What was scanned is remembered; make a new one to see more."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, run_id: str | None = None) -> None:
+        """`run_id`: as run.json says; by default the folder's name."""
         self.path = path
         self.id = path.name
+        self.run_id = run_id or path.parent.name
         self.header = layout.header(path)
         self.attempt: str = self.header.get("attempt", {}).get("id", "unknown")
         self.is_lead = bool(self.header.get("lead"))
         self._damage: list[Damage] = []
         self._parts = self._find_parts()
 
-    def _find_parts(self) -> list["Segment | Scan"]:
+    def _find_parts(self) -> list[Part]:
         """Segments, and journals (or what of one is longer than its segment), in seq order."""
-        parts: list[Segment | Scan] = []
+        parts: list[Part] = []
         sources = layout.sources(self.path)
         for source in sources:
             segment = self._segment(source)
+            start = 0
             if segment is not None:
                 parts.append(segment)
-                with suppress(FileNotFoundError):  # sealed long enough ago to be removed just now
-                    if source.journal is not None and source.journal.stat().st_size > segment.journal_length:
-                        parts.append(scan(source.journal, start=segment.journal_length))
-            elif source.journal is not None:
-                parts.append(scan(source.journal))
-        self._check_chain(sources, parts)
+                start = segment.journal_length
+            with suppress(FileNotFoundError):  # sealed long enough ago to be removed just now
+                if source.journal is not None and (segment is None or source.journal.stat().st_size > start):
+                    journal = scan(source.journal, start)
+                    parts += [journal] if self._is_own(journal) else []
+        self._damage += chain.check(self.path, sources, parts)
         return parts
 
     def _segment(self, source: layout.Source) -> Segment | None:
         if source.segment is None:
             return None
+        path = source.segment / format.MANIFEST_FILE
         try:
-            return Segment(source.segment)
+            segment = Segment(source.segment)
+        except FileNotFoundError:
+            self._damage.append(Damage(str(path), 0, 0, "the manifest of this segment", fetch=chain.place(path, 4)))
         except (OSError, ValueError) as error:
-            path = source.segment / format.MANIFEST_FILE
-            self._damage.append(
-                Damage(str(path), 0, 0, f"manifest unreadable ({error}); its Parquet files are not read")
-            )
-            return None
-
-    def _check_chain(self, sources: list[layout.Source], parts: list["Segment | Scan"]) -> None:
-        """Every seq must follow the one before it across files, and only the last journal may have a torn tail."""
-        expected = 1
-        last_number = sources[-1].number if sources else 0
-        for part in parts:
-            if isinstance(part, Segment):
-                path, first, last = part.folder, int(part.manifest["first_seq"]), part.last_seq
-                found = part.recorded_damage
-            else:
-                path, found = part.path, part.damage
-                first = (part.header or {}).get("first_seq", part.seqs[0] if part.seqs and expected > 1 else expected)
-                last = part.last_seq if part.seqs or part.header else expected - 1
-                if part.is_torn and int(path.stem) != last_number and not self._was_given_up(part, parts):
-                    reason = "incomplete last line of a journal that was followed by another"
-                    self._damage.append(Damage(str(path), part.valid_length, part.size - part.valid_length, reason))
-            named = any(one.first_seq == expected and one.last_seq == first - 1 for one in self._damage)
-            if first > expected and not named:
-                self._damage.append(
-                    Damage(str(path), 0, 0, "journal or segment missing before this", expected, first - 1)
-                )
-            expected = max(expected, last + 1)
-            self._damage += self._broken_link(parts, part)
-            self._damage += [self._resolve(one, part, parts) for one in found]
-        if sources and last_number not in map(_number, parts):
-            reason = "the last segment cannot be read, and its journal is gone"
-            self._damage.append(Damage(str(sources[-1].segment), 0, 0, reason, expected, None))
-
-    def _broken_link(self, parts: list["Segment | Scan"], part: "Segment | Scan") -> list[Damage]:
-        """Whether the journal before `part` is the one that its header names by length and sha256."""
-        link = _header(part).get("previous")
-        before = parts[parts.index(part) - 1] if parts.index(part) else None
-        if link is None or before is None or _number(before) != _number(part) - 1:
-            return []  # what is missing is reported as missing
-        if isinstance(before, Segment):
-            path, found = before.folder, before.manifest["journal"]
-            is_damaged = bool(before.recorded_damage)
+            reason = f"manifest unreadable ({error}); its Parquet files are not read"
+            self._damage.append(Damage(str(path), 0, 0, reason))
         else:
-            path, found = before.path, {"length": before.valid_length, "sha256": before.sha256}
-            is_damaged = bool(before.damage) or before.header is None  # reported already, or only a journal's end
-        if is_damaged or found == link:
+            return segment if self._is_own(segment) else None
+        return None
+
+    def _is_own(self, part: Part) -> bool:
+        damage = chain.foreign(part, self.run_id, self.id)
+        self._damage += [damage] if damage else []
+        return damage is None
+
+    def complete_seq(self, accepted: Container[Damage] = ()) -> int:
+        """How far a cursor may go: up to the first record that is absent and may still be fetched, unless that is accepted."""
+        absent = [*self._damage, *(one for part in self._parts for one in self._unreadable(part))]
+        fetched_later = [one.first_seq - 1 for one in absent if one.fetch and one.first_seq and one not in accepted]
+        return min([self.last_seq, *fetched_later])
+
+    def _unreadable(self, part: Part) -> list[Damage]:
+        """Damaged files of a segment whose journal, which would be read in their place, is gone."""
+        if isinstance(part, Scan) or (self.path / format.journal_name(part.first_number)).is_file():
             return []
-        return [
-            Damage(
-                str(path),
-                0,
-                found["length"],
-                f"not the journal that {format.journal_name(_number(part))} follows: its sha256 is another",
-            )
-        ]
+        return part.damage()
 
-    def _resolve(self, damage: Damage, part: "Segment | Scan", parts: list["Segment | Scan"]) -> Damage:
-        """What a damaged last line held, only the first seq of the next journal tells."""
-        if damage.first_seq is None or damage.last_seq is not None:
-            return damage
-        following = parts[parts.index(part) + 1 :]
-        for one in following:
-            header = _header(one)
-            if header:
-                last = int(header["first_seq"]) - 1
-                known = (damage.first_seq, last) if last >= damage.first_seq else (None, None)
-                return Damage(damage.path, damage.offset, damage.length, damage.reason, *known)
-        return damage
+    def positions_of_others(self) -> Iterator[tuple[str, str, int]]:
+        """(who says so, writer, last seq): what this writer has seen of the run's writers when it began, and when it finished."""
+        for part in self._parts:
+            for writer, seq in (chain.header_of(part).get("continues") or {}).get("positions", {}).items():
+                yield f"attempt {self.attempt}", writer, int(seq)
+        if self.is_lead:
+            for batch in self.batches("events", after_seq=self.last_seq - 1):
+                for row in batch.slice(0, 1).to_pylist():
+                    if row["kind"] == "finish":
+                        for writer, one in format.load_json(row["body"].encode()).get("roster", {}).items():
+                            yield "the run's finish record", writer, int(one["seq"])
 
-    def _was_given_up(self, part: Scan, parts: list["Segment | Scan"]) -> bool:
-        """Whether the writer itself left this tail behind: the next journal names the valid length before it."""
-        for one in parts[parts.index(part) + 1 :]:
-            previous = _header(one).get("previous") or {}
-            return bool(previous.get("length") == part.valid_length)
-        return False
+    def saved_files(self) -> Iterator[tuple[str, str]]:
+        """(name, sha256) of every file that was saved."""
+        for batch in self.batches("events"):
+            saved = batch.filter(pc.equal(batch["kind"].cast(pa.string()), "file"))
+            for body in saved["body"].to_pylist():
+                found = format.load_json(body.encode())
+                yield found["name"], found["sha256"]
 
     @property
     def last_seq(self) -> int:
@@ -268,10 +235,8 @@ class WriterReader:
 
     def finish(self) -> tuple[str, int] | None:
         """(status, ns) of the finish record, None when there is none."""
-        last = self._last_record()
-        if last is not None and last[0] == "finish":
-            return format.load_json(last[1].encode())["status"], last[2]
-        return None
+        end = layout.last(self.path).end
+        return (end["status"], end["ts"]) if end is not None and "ts" in end else None
 
     @property
     def finished(self) -> bool:
@@ -279,25 +244,7 @@ class WriterReader:
 
     def is_alive(self) -> bool | None:
         """Whether its process is alive: True or False where that is proven, here or when it was sealed, None elsewhere."""
-        if (layout.end(self.path) or {}).get("status") == "died":
-            return False
-        return liveness.is_alive(self.header)
-
-    def last_ts(self) -> int:
-        """ns of the writer's last record, or of its beginning."""
-        newest = int(self.header.get("created_ns", 0))
-        for name in format.TABLES:
-            for batch in self.batches(name, after_seq=max(0, self.last_seq - 1)):
-                newest = max(newest, batch.column("ts")[-1].cast(pa.int64()).as_py())
-        return newest
-
-    def _last_record(self) -> tuple[str, str, int] | None:
-        """(kind, body, ns) of the last record when it is an event."""
-        for batch in self.batches("events", after_seq=self.last_seq - 1):
-            row = batch.slice(0, 1)
-            ts = row.column("ts")[0].cast(pa.int64()).as_py()
-            return row.column("kind")[0].as_py(), row.column("body")[0].as_py(), ts
-        return None
+        return is_alive(self.header, layout.last(self.path))
 
     def batches(self, name: str, after_seq: int = 0, max_rows: int = MAX_ROWS) -> Iterator[pa.Table]:
         """Rows of a table with seq > after_seq, in seq order, whole records, bounded in rows and text."""
@@ -314,7 +261,7 @@ class WriterReader:
                     yield pa.Table.from_batches([batch])
             done = max(done, known.last_seq)
 
-    def _readable(self, part: "Segment | Scan", name: str) -> "Segment | Scan | None":
+    def _readable(self, part: Part, name: str) -> Part | None:
         """Where a part's records are now: of a damaged segment in its journal, of a journal sealed and removed in its segment."""
         if isinstance(part, Segment):
             if part.is_intact(name):
@@ -330,14 +277,6 @@ class WriterReader:
         """What of this writer's records is damaged or missing. Reads every file of its segments."""
         in_segments = [damage for part in self._parts if isinstance(part, Segment) for damage in part.damage()]
         return in_segments + self._damage
-
-
-def _header(part: Segment | Scan) -> dict[str, Any]:
-    return (part.manifest.get("header") if isinstance(part, Segment) else part.header) or {}
-
-
-def _number(part: Segment | Scan) -> int:
-    return int(part.manifest["number"]) if isinstance(part, Segment) else int(part.path.stem)
 
 
 def last_state(spans: pa.Table) -> pa.Table:

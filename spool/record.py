@@ -6,7 +6,7 @@ caller is told so that it can be counted.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from dataclasses import fields as dataclass_fields
 from decimal import Decimal
@@ -64,7 +64,7 @@ def keep(text: str) -> str:
 
 
 def clean_text(text: str, notes: Notes) -> str:
-    if text.isascii():
+    if str.isascii(text):
         return str.__str__(text)
     cleaned, count = _SURROGATE.subn("�", text)
     notes.replaced += count
@@ -75,10 +75,10 @@ def step_number(step: object) -> tuple[int | None, bool]:
     """(step, taken): an int64 from int, numpy int or integral float; None is a step-less call; anything else is not taken."""
     if step is None:
         return None, True
-    if isinstance(step, bool):
+    if type(step) is bool:
         return None, False
-    if isinstance(step, float) or hasattr(step, "is_integer"):
-        value, known = ask(lambda: int(step) if step.is_integer() else None)  # type: ignore[call-overload]
+    if _method(step, "is_integer") is not None:
+        value, known = ask(lambda: int(step) if step.is_integer() else None)  # type: ignore[call-overload,attr-defined]
     else:
         value, known = ask(lambda: index(step))  # type: ignore[arg-type]
     if known and type(value) is int and _MIN_STEP <= value <= _MAX_STEP:
@@ -88,9 +88,9 @@ def step_number(step: object) -> tuple[int | None, bool]:
 
 def metric_parts(data: object, notes: Notes, redact: Redact = keep) -> list[Part]:
     """Flatten nested dicts with "/", make every value plain, and split so that no part has over MAX_KEYS or a key twice."""
-    items = list(data.items()) if isinstance(data, Mapping) else [("value", data)]
+    items = _items(data)
     parts = [Part()]
-    for raw_key, value in _flatten("", items, (id(data),)):
+    for raw_key, value in _flatten("", [("value", data)] if items is None else items, (id(data),)):
         key = clean_text(raw_key, notes)
         part = parts[-1]
         if len(part) >= MAX_KEYS or key in part:
@@ -104,17 +104,33 @@ def _flatten(
     prefix: str, items: Iterable[tuple[object, object]], path: tuple[int, ...]
 ) -> Iterable[tuple[str, object]]:
     for raw_key, value in items:
-        key = prefix + (raw_key if isinstance(raw_key, str) else _repr(raw_key, Notes(), str))
-        if (
-            type(value) is not float
-            and isinstance(value, Mapping)
-            and value
-            and len(path) < _MAX_DEPTH
-            and id(value) not in path
-        ):
-            yield from _flatten(key + "/", list(value.items()), (*path, id(value)))
+        key = prefix + _key(raw_key)
+        nested = len(path) < _MAX_DEPTH and type(value) is not float and id(value) not in path and _items(value)
+        if nested:
+            yield from _flatten(key + "/", nested, (*path, id(value)))
         else:
             yield key, value
+
+
+def _key(raw: object) -> str:
+    return str.__str__(raw) if issubclass(type(raw), str) else _repr(raw, Notes(), str)
+
+
+def _items(value: object) -> list[tuple[object, object]] | None:
+    """The pairs of a mapping, None for anything else. One that fails at some keys (OmegaConf's `???`) says so there."""
+    if not ask(lambda: isinstance(value, Mapping))[0]:
+        return None
+    mapping: Mapping[object, object] = value  # type: ignore[assignment]
+    items, known = ask(lambda: [(key, child) for key, child in list(mapping.items())])
+    if not known:
+        items, _ = ask(lambda: [(key, _child(mapping, key)) for key in list(mapping)])
+    found: list[tuple[object, object]] | None = items
+    return found
+
+
+def _child(mapping: Mapping[object, object], key: object) -> object:
+    child, known = ask(lambda: mapping[key])
+    return child if known else f"<{type(mapping).__qualname__} value that cannot be read>"
 
 
 def _put(part: Part, key: str, value: object, notes: Notes, redact: Redact) -> None:
@@ -150,6 +166,7 @@ _ITEM_NAMES = {("torch", "Tensor")} | {
 }
 ITEM_TYPES: set[type] = set()
 """numpy's and torch's own types, admitted when first met: their `item()` is exact, and known not to run foreign code."""
+_MASKED_MODULES = ("numpy.ma", "numpy.ma.core")
 
 
 def scalar(value: object) -> tuple[Any, bool]:
@@ -169,24 +186,28 @@ def scalar(value: object) -> tuple[Any, bool]:
     elif (kind.__module__, kind.__name__) in _ITEM_NAMES:
         ITEM_TYPES.add(kind)
         return scalar(value)
-    if value is None or isinstance(value, bool):
+    if value is None or kind is bool:
         return value, True
-    if isinstance(value, int):
-        return int(value), True
-    if isinstance(value, float):
-        return float(value), True
-    if isinstance(value, str):
+    # By type and by the type's own method: a subclass may override anything, and a proxy lies about its class.
+    if issubclass(kind, int):
+        return int.__int__(value), True  # type: ignore[arg-type]
+    if issubclass(kind, float):
+        return float.__float__(value), True  # type: ignore[arg-type]
+    if issubclass(kind, str):
         return str.__str__(value), True
-    if isinstance(value, Decimal):
-        return (value, True) if value.is_finite() else (float(value) if not value.is_snan() else float("nan"), True)
-    item = getattr(type(value), "item", None)
+    if issubclass(kind, Decimal):
+        exact = Decimal(value)  # type: ignore[arg-type]
+        return (exact, True) if exact.is_finite() else (float(exact) if not exact.is_snan() else float("nan"), True)
+    item = _method(value, "item")
     if item is not None:
+        if kind.__module__ in _MASKED_MODULES and ask(lambda: bool(value.mask))[0]:  # type: ignore[attr-defined]
+            return value, False  # item() would tell what lies under the mask
         plain, known = ask(lambda: item(value))
-        if known and isinstance(plain, (bool, int, float, str)):
-            return plain, True
+        if known and issubclass(type(plain), (int, float, str)):
+            return scalar(plain)
         if known and type(plain) is not type(value):
             return value, False
-    if hasattr(type(value), "__float__"):
+    if _method(value, "__float__") is not None:
         plain, known = ask(lambda: float(value))  # type: ignore[arg-type]
         if known:
             return plain, True
@@ -196,8 +217,9 @@ def scalar(value: object) -> tuple[Any, bool]:
 def jsonable(value: object, notes: Notes, redact: Redact = keep, depth: int = 0, path: tuple[int, ...] = ()) -> Any:
     """A tree of dict, list, str, number, bool and None that JSON holds exactly; NaN and large ints as in the metrics map.
 
-    Arrays and tensors become lists, dataclasses and pydantic models dicts; a cycle, too deep a tree, or an unknown
-    object becomes its repr.
+    Arrays, tensors and sequences become lists, dataclasses and pydantic models dicts; a cycle, too deep a tree, or an
+    unknown object becomes its repr. Of keys that are one text, the later ones get a number: {1: a, "1": b} is
+    {"1": a, "1 (2)": b}.
     """
     plain, known = scalar(value)
     if known and not ask(lambda: value.ndim)[0]:  # type: ignore[attr-defined] # a one-element array is a list here
@@ -211,24 +233,52 @@ def jsonable(value: object, notes: Notes, redact: Redact = keep, depth: int = 0,
             return _digits(plain)
         return plain
     if depth < _MAX_DEPTH and id(value) not in path:
-        children: object = value
-        if is_dataclass(value) and not isinstance(value, type):
-            children = {one.name: getattr(value, one.name, None) for one in dataclass_fields(value)}
-        for method in ("model_dump", "tolist"):
-            if hasattr(type(value), method):
-                children, known = ask(getattr(value, method))
-                children = children if known else value
+        opened, known = ask(lambda: _opened(value))
+        children = opened if known else value
         inner = (*path, id(value))
-        if isinstance(children, Mapping):
-            return {
-                clean_text(key if isinstance(key, str) else _repr(key, notes, str), notes): jsonable(
-                    child, notes, redact, depth + 1, inner
-                )
-                for key, child in list(children.items())
-            }
-        if isinstance(children, (list, tuple, set, frozenset)):
-            return [jsonable(child, notes, redact, depth + 1, inner) for child in list(children)]
+        items = _items(children)
+        if items is not None:
+            return {key: jsonable(child, notes, redact, depth + 1, inner) for key, child in _distinct(items, notes)}
+        elements, _ = ask(lambda: _elements(children))
+        if elements is not None:
+            return [jsonable(child, notes, redact, depth + 1, inner) for child in elements]
     return clean_text(redact(_repr(value, notes)), notes)
+
+
+def _opened(value: Any) -> object:
+    """What stands for a dataclass, a pydantic model, an array or a tensor; any other value itself."""
+    for method in ("model_dump", "tolist"):
+        if _method(value, method) is not None:
+            return getattr(value, method)()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: getattr(value, one.name, None) for one in dataclass_fields(value)}
+    return value
+
+
+def _elements(value: object) -> list[object] | None:
+    is_list = isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, _NOT_LISTS)
+    return list(value) if is_list else None  # type: ignore[call-overload]
+
+
+_NOT_LISTS = (str, bytes, bytearray, memoryview, range)
+
+
+def _distinct(items: Iterable[tuple[object, object]], notes: Notes) -> Iterable[tuple[str, object]]:
+    """Every pair under a key of its own, as text."""
+    taken: set[str] = set()
+    copies: dict[str, int] = {}
+    for raw_key, child in items:
+        name = key = clean_text(_key(raw_key), notes)
+        while name in taken:
+            copies[key] = copies.get(key, 1) + 1
+            name = f"{key} ({copies[key]})"
+        taken.add(name)
+        yield name, child
+
+
+def _method(value: object, name: str) -> Any:
+    """A method of the value's type, or None; what the instance would say is not asked."""
+    return ask(lambda: getattr(type(value), name, None))[0]
 
 
 def _repr(value: object, notes: Notes, show: Callable[[object], str] = repr) -> str:
@@ -236,6 +286,7 @@ def _repr(value: object, notes: Notes, show: Callable[[object], str] = repr) -> 
     text, known = ask(lambda: show(value))
     if not known or not isinstance(text, str):
         return f"<{type(value).__qualname__} whose {show.__name__} fails>"
+    text = str.__str__(text)
     return text if len(text) <= MAX_REPR_CHARS else f"{text[:MAX_REPR_CHARS]}… ({len(text)} characters)"
 
 
@@ -249,9 +300,10 @@ def ask(question: Callable[[], object]) -> tuple[Any, bool]:
 
 def generation_body(row: object, position: int, split: object, notes: Notes, redact: Redact = keep) -> dict[str, Any]:
     """One generation: known columns by name, everything else in `extra`; texts stay whole at any length."""
-    fields = dict(row) if isinstance(row, Mapping) else {"output": row}
+    items = _items(row)
+    fields: dict[Any, Any] = {"output": row} if items is None else dict(items)
     body: dict[str, Any] = {
-        "split": clean_text(split if isinstance(split, str) else shown(split), notes),
+        "split": clean_text(split if issubclass(type(split), str) else shown(split), notes),  # type: ignore[arg-type]
         "index": position,
     }
     own_index, known = scalar(fields.get("index"))
@@ -269,6 +321,8 @@ def generation_body(row: object, position: int, split: object, notes: Notes, red
             float(Decimal(score)), notes
         )  # infinity beyond the largest double, where float(int) raises
         del fields["score"]
+    elif known and score is None:
+        fields.pop("score", None)
     if fields:
         body["extra"] = jsonable(fields, notes, redact)
     return body

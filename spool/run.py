@@ -166,7 +166,7 @@ class Run:
                 name if name and not source.is_dir() else str(Path(name or source.name) / file.relative_to(root))
             )
             try:
-                sha256, size = files.publish_content(file, self.path / "files")
+                sha256, size = files.publish_content(file, self.path / format.FILES_FOLDER)
             except OSError as error:
                 self._refuse(f"{file}: not saved ({error})", error)
                 continue
@@ -233,7 +233,7 @@ class Run:
     def _roster(self, own: Writer) -> dict[str, Any]:
         """Every writer of the run and how far it had got: what a reader of a copy needs to know that it has all."""
         roster = {
-            path.name: {"seq": layout.last_seq(path)} for path in layout.writers(self.path) if path.name != own.id
+            path.name: {"seq": layout.last(path).seq} for path in layout.writers(self.path) if path.name != own.id
         }
         return {**roster, own.id: own.head()}
 

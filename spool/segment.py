@@ -43,7 +43,9 @@ def write(journal: Scan, identity: table.Identity, *, writer_died: bool = False)
         counts = _write_tables(folder, journal, identity)
         _check_read_back(folder, counts)
         manifest = _manifest(folder, journal, identity, number, counts)
-        manifest["end"] = journal.end() or ({"status": "died"} if writer_died else None)
+        last = journal.last_record()
+        manifest["last_ts"] = last["ts"] if last else None
+        manifest["end"] = format.end_of(last) or ({"status": "died"} if writer_died else None)
         (folder / f"{format.MANIFEST_FILE}.part").write_bytes(format.checked_json(manifest))
 
     files.publish_folder(target, fill)
@@ -126,6 +128,21 @@ class Segment:
         self.manifest = layout.manifest(folder)
 
     @property
+    def first_number(self) -> int:
+        """Of the journals it holds."""
+        return int(self.manifest["number"])
+
+    @property
+    def last_number(self) -> int:
+        """Of the journals it holds: several once `compact` has merged their segments."""
+        merged = self.manifest.get("merged")
+        return int(merged[-1]["number"]) if merged else self.first_number
+
+    @property
+    def first_seq(self) -> int:
+        return int(self.manifest["first_seq"])
+
+    @property
     def last_seq(self) -> int:
         return int(self.manifest["last_seq"])
 
@@ -173,11 +190,16 @@ class Segment:
         return [Damage(path=str(journal), **one) for one in self.manifest["damaged"]]
 
     def damage(self) -> list[Damage]:
-        """Files that are not what the manifest says."""
+        """Files that are not what the manifest says, or not there."""
         found = []
         for name, entry in self.manifest["tables"].items():
             path = self.folder / f"{name}.parquet"
             if not self.is_intact(name):
-                reason = "sha256 is not the manifest's" if path.is_file() else "file missing"
-                found.append(Damage(str(path), 0, entry["size_bytes"], reason, entry["first_seq"], entry["last_seq"]))
+                seqs = (entry["first_seq"], entry["last_seq"])
+                if path.is_file():
+                    reason = "sha256 is not the manifest's"
+                    found.append(Damage(str(path), 0, entry["size_bytes"], reason, *seqs))
+                else:
+                    place = str(path.relative_to(self.folder.parent.parent.parent))
+                    found.append(Damage(str(path), 0, entry["size_bytes"], "a file of this segment", *seqs, place))
         return found

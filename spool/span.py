@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
-from spool.record import shown
+from spool.record import ask, shown
 
 _current: ContextVar["Span | None"] = ContextVar("spool_span", default=None)
 
@@ -47,7 +47,8 @@ class Span:
         self.type = type
         self.inputs = inputs
         self.outputs: object = None
-        self.attributes: dict[str, Any] = dict(attributes or {})
+        given, is_mapping = ask(lambda: dict(attributes or {}))
+        self.attributes: dict[str, Any] = given if is_mapping else {"attributes": attributes}
         self.status: str | None = None
         self.message: str | None = None
         self.trace_id = ""
@@ -66,7 +67,7 @@ class Span:
         self._outer = _current.get()
         while self._outer is not None and not self._outer.is_open:  # ended by another thread or task, or out of order
             self._outer = self._outer._outer
-        parent = self._parent or self._outer
+        parent = self._parent or self._outer_of_this_run()
         self.span_id = os.urandom(8).hex()
         self.trace_id = parent.trace_id if parent else os.urandom(16).hex()
         self.parent_id = parent.span_id if parent else None
@@ -77,6 +78,13 @@ class Span:
         _current.set(self)
         self._record(self, {**self._body(), "status": "OPEN"})
         return self
+
+    def _outer_of_this_run(self) -> "Span | None":
+        """Two runs in one process share the context, and not their traces."""
+        outer = self._outer
+        while outer is not None and not (outer.is_open and outer._record == self._record):
+            outer = outer._outer
+        return outer
 
     def end(self) -> None:
         """Record the end. The duration is measured on the monotonic clock, so a clock set back cannot make it negative."""
@@ -101,7 +109,7 @@ class Span:
         body |= self._indices
         if self.inputs is not None:
             body["inputs"] = self.inputs
-        if self.attributes:
+        if type(self.attributes) is not dict or self.attributes:
             body["attributes"] = self.attributes
         return body
 

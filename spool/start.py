@@ -185,7 +185,7 @@ def _mint(
         **jsonable(origin, Notes(), mask),
     }
     try:
-        files.publish_file(path / format.RUN_FILE, format.dump_json(info))
+        files.publish_file(path / format.RUN_FILE, format.checked_json(info))
     except FileExistsError:
         return None
     return path
@@ -195,7 +195,7 @@ def _next_attempt(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The attempt after the latest, and what it continues: every writer's position as found now."""
     latest = layout.attempts(path)
     number = latest[-1].number + 1 if latest else 2
-    positions = {writer.name: layout.last_seq(writer) for writer in layout.writers(path)}
+    positions = {writer.name: layout.last(writer).seq for writer in layout.writers(path)}
     continues = {"attempt": latest[-1].id if latest else None, "positions": positions}
     return {"id": _attempt_id(number), "number": number}, continues
 
@@ -218,7 +218,7 @@ def _check_open(path: Path) -> None:
     """Refuse to write into a run that has ended by its own word: the same id given again is no sign that this is meant."""
     latest = layout.attempts(path)[-1:]
     for writer in layout.writers(path):
-        header, end = layout.header(writer), layout.end(writer)
+        header, end = layout.header(writer), layout.last(writer).end
         if header.get("lead") and [header["attempt"]["id"]] == [one.id for one in latest] and end and "ts" in end:
             raise FinishedRunError(
                 f"{path}: this run is {end['status']}; resume=True continues it as its next attempt, "

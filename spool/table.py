@@ -7,7 +7,7 @@ sealing process (measured, `docs/decisions/0001-journal-and-parquet.md`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -68,10 +68,10 @@ def batches(
     """(table, rows) in record order, whole records, for the tables asked for; each at most about `max_rows` rows."""
     builders = {name: _Builder(name, identity) for name in tables}
     for record in records:
-        for name, rows in _rows(record):
+        for name, columns in _columns(record):
             builder = builders.get(name)
             if builder is not None:
-                builder.add(record, rows)
+                builder.add(record, columns)
                 if builder.rows >= max_rows or builder.text_bytes >= MAX_TEXT_BYTES:
                     yield name, builder.take()
     for name, builder in builders.items():
@@ -79,21 +79,46 @@ def batches(
             yield name, builder.take()
 
 
-def _rows(record: dict[str, Any]) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
-    """The rows of a record, per table: values in the order of `format.TABLES`."""
+class _Repeated(NamedTuple):
+    """One value for all rows of a record."""
+
+    value: Any
+    count: int
+
+
+_Values = Sequence[Any] | _Repeated
+
+
+def _columns(record: dict[str, Any]) -> Iterator[tuple[str, Sequence[_Values]]]:
+    """The rows of a record, per table, as its columns in the order of `format.TABLES`."""
     if "metrics" in record:
-        rows = [(key, *number(stored)) for key, stored in record["metrics"].items()]
-        rows += [(key, _nearest(text), text, "decimal") for key, text in record.get("decimals", {}).items()]
-        rows += [(key, None, text, "text") for key, text in record.get("texts", {}).items()]
-        yield "metrics", rows
+        yield "metrics", _metrics(record)
     elif "generation" in record:
-        yield "generations", [_generation(record["generation"])]
+        yield "generations", [(value,) for value in _generation(record["generation"])]
     elif "span" in record:
-        yield "spans", [_span(record["span"])]
+        yield "spans", [(value,) for value in _span(record["span"])]
     elif "event" in record:
-        yield "events", [(record["event"], format.json_text(record["body"]))]
+        yield "events", [(record["event"],), (format.json_text(record["body"]),)]
     if record.get("replaced"):
-        yield "events", [("replaced", format.json_text({"count": record["replaced"]}))]
+        yield "events", [("replaced",), (format.json_text({"count": record["replaced"]}),)]
+
+
+_PLAIN = {float: "float", int: "int", bool: "bool"}
+"""The kinds of what `number` only widens to a double, which `array` does too, 50 at a time."""
+
+
+def _metrics(record: dict[str, Any]) -> Sequence[_Values]:
+    stored = record["metrics"]
+    count = len(stored)
+    types = list(map(type, stored.values()))
+    only_floats = types.count(float) == count
+    if (only_floats or _PLAIN.keys() >= set(types)) and "decimals" not in record and "texts" not in record:
+        kinds = _Repeated("float", count) if only_floats else [_PLAIN[one] for one in types]
+        return [list(stored), list(stored.values()), _Repeated(None, count), kinds]
+    rows = [(key, *number(value)) for key, value in stored.items()]
+    rows += [(key, _nearest(text), text, "decimal") for key, text in record.get("decimals", {}).items()]
+    rows += [(key, None, text, "text") for key, text in record.get("texts", {}).items()]
+    return list(zip(*rows, strict=True))
 
 
 def _generation(body: dict[str, Any]) -> tuple[Any, ...]:
@@ -138,7 +163,7 @@ def _json(value: object) -> str | None:
 
 
 class _Builder:
-    """Columns of one table, filled row by row."""
+    """Columns of one table, filled record by record."""
 
     def __init__(self, table: str, identity: Identity) -> None:
         self._schema = schema(table)
@@ -148,7 +173,10 @@ class _Builder:
     def _start(self) -> None:
         self.rows = 0
         self._columns = [_COLUMNS[kind]() for kind in self._kinds()]
-        self._common, self._own = self._columns[:7], self._columns[7:]
+        self._common, self._own = self._columns[: len(format.COMMON)], self._columns[len(format.COMMON) :]
+        self._counts: list[int] = []
+        self._positions: list[tuple[Any, ...]] = []
+        self._texts = [column for column in self._own if isinstance(column, _Strings)]
 
     def _kinds(self) -> list[str]:
         names = {one: kind for kind, one in _TYPES.items()}
@@ -156,45 +184,66 @@ class _Builder:
 
     @property
     def text_bytes(self) -> int:
-        return sum(column.size_bytes for column in self._own if isinstance(column, _Strings))
+        return sum(column.size_bytes for column in self._texts)
 
-    def add(self, record: dict[str, Any], rows: list[tuple[Any, ...]]) -> None:
-        count = len(rows)
+    def add(self, record: dict[str, Any], columns: Sequence[_Values]) -> None:
+        count = len(columns[0]) if columns else 0
         if not count:
             return
-        common = (*self._identity, record["seq"], record["ts"], record.get("step"), record.get("ordinal"))
-        for column, value in zip(self._common, common, strict=True):
-            column.extend([value] * count)
-        for column, values in zip(self._own, zip(*rows, strict=True), strict=True):
-            column.extend(values)
+        self._counts.append(count)
+        self._positions.append((record["seq"], record["ts"], record.get("step"), record.get("ordinal")))
+        for column, values in zip(self._own, columns, strict=True):
+            if isinstance(values, _Repeated):
+                column.repeat(*values)
+            else:
+                column.extend(values)
         self.rows += count
 
     def take(self) -> pa.RecordBatch:
+        for column, value in zip(self._common, self._identity, strict=False):
+            column.repeat(value, self.rows)
+        for column, values in zip(self._common[len(self._identity) :], zip(*self._positions, strict=True), strict=True):
+            if values.count(values[0]) == len(values):
+                column.repeat(values[0], self.rows)
+            else:
+                for value, count in zip(values, self._counts, strict=True):
+                    column.repeat(value, count)
         arrays = [column.array(field.type) for column, field in zip(self._columns, self._schema, strict=True)]
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         self._start()
         return batch
 
 
+# Columns. `_known` has a digit for each value: 1, or 0 where it is null; `int` makes bits of them at the speed of C.
+
+
 class _Fixed:
-    """int64, double or timestamp, as machine values with a list of the nulls."""
+    """int64, double or timestamp, as machine values."""
 
     code = "q"
 
     def __init__(self) -> None:
         self._values: array[Any] = array(self.code)
-        self._nulls: list[int] = []
+        self._known = bytearray()
 
-    def extend(self, values: Any) -> None:
-        if None in values:
-            base = len(self._values)
-            self._nulls += [base + at for at, value in enumerate(values) if value is None]
-            values = [0 if value is None else value for value in values]
-        self._values.extend(values)
+    def extend(self, values: Sequence[Any]) -> None:
+        try:
+            self._values.extend(array(self.code, values))
+            self._known += b"1" * len(values)
+        except TypeError:  # a null is among them
+            self._values.extend(array(self.code, [0 if value is None else value for value in values]))
+            self._known += b"".join([b"0" if value is None else b"1" for value in values])
+
+    def repeat(self, value: Any, count: int) -> None:
+        if value is None:
+            self._values.extend(array(self.code, [0]) * count)
+            self._known += b"0" * count
+        else:
+            self._values.extend(array(self.code, [value]) * count)
+            self._known += b"1" * count
 
     def array(self, kind: pa.DataType) -> pa.Array:
-        validity = _bitmap(len(self._values), self._nulls)
-        return pa.Array.from_buffers(kind, len(self._values), [validity, pa.py_buffer(self._values)], len(self._nulls))
+        return _array(kind, self._known, pa.py_buffer(self._values))
 
 
 class _Doubles(_Fixed):
@@ -205,60 +254,67 @@ class _Bools(_Fixed):
     code = "b"
 
     def array(self, kind: pa.DataType) -> pa.Array:
-        zeros = [at for at, value in enumerate(self._values) if not value]
-        bits = _bitmap(len(self._values), zeros) or pa.py_buffer(b"\xff" * ((len(self._values) + 7) // 8))
-        validity = _bitmap(len(self._values), self._nulls)
-        return pa.Array.from_buffers(kind, len(self._values), [validity, bits], len(self._nulls))
+        return _array(kind, self._known, _bits(b"".join([b"1" if value else b"0" for value in self._values])))
 
 
 class _Strings:
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._offsets = array("i", [0])
-        self._nulls: list[int] = []
+        self._known = bytearray()
         self.size_bytes = 0
 
-    def extend(self, values: Any) -> None:
+    def extend(self, values: Iterable[Any]) -> None:
         for value in values:
             if value is None:
-                self._nulls.append(len(self._offsets) - 1)
+                self._known += b"0"
             else:
                 piece = value.encode()
                 self._pieces.append(piece)
                 self.size_bytes += len(piece)
+                self._known += b"1"
             self._offsets.append(self.size_bytes)
 
+    def repeat(self, value: Any, count: int) -> None:
+        if value is None:
+            self._offsets.extend(array("i", [self.size_bytes]) * count)
+            self._known += b"0" * count
+        else:
+            self.extend([value] * count)
+
     def array(self, kind: pa.DataType) -> pa.Array:
-        count = len(self._offsets) - 1
-        data = pa.py_buffer(b"".join(self._pieces))
-        return pa.Array.from_buffers(
-            kind, count, [_bitmap(count, self._nulls), pa.py_buffer(self._offsets), data], len(self._nulls)
-        )
+        return _array(kind, self._known, pa.py_buffer(self._offsets), pa.py_buffer(b"".join(self._pieces)))
 
 
 class _Dictionary:
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
         self._indices = array("i")
-        self._nulls: list[int] = []
+        self._known = bytearray()
+        self._last: Sequence[Any] = ()
+        self._last_indices = array("i")
 
-    def extend(self, values: Any) -> None:
-        places = self._places
-        for value in values:
-            if value is None:
-                self._nulls.append(len(self._indices))
-                self._indices.append(0)
-            else:
-                self._indices.append(places.setdefault(value, len(places)))
+    def extend(self, values: Sequence[Any]) -> None:
+        if values != self._last:  # mostly the keys are those of the record before
+            try:
+                self._last_indices = array("i", [*map(self._places.__getitem__, values)])
+                self._last = values
+            except KeyError:  # a null, or a word not met before
+                for value in values:
+                    self.repeat(value, 1)
+                return
+        self._indices.extend(self._last_indices)
+        self._known += b"1" * len(values)
+
+    def repeat(self, value: Any, count: int) -> None:
+        place = 0 if value is None else self._places.setdefault(value, len(self._places))
+        self._indices.extend(array("i", [place]) * count)
+        self._known += (b"0" if value is None else b"1") * count
 
     def array(self, kind: pa.DataType) -> pa.Array:
         words = _Strings()
         words.extend(self._places or [""])
-        count = len(self._indices)
-        validity = _bitmap(count, self._nulls)
-        indices = pa.Array.from_buffers(
-            kind.index_type, count, [validity, pa.py_buffer(self._indices)], len(self._nulls)
-        )
+        indices = _array(kind.index_type, self._known, pa.py_buffer(self._indices))
         return pa.DictionaryArray.from_arrays(indices, words.array(kind.value_type))
 
 
@@ -272,11 +328,11 @@ _COLUMNS: dict[str, Any] = {
 }
 
 
-def _bitmap(count: int, zeros: list[int]) -> pa.Buffer | None:
-    """`count` bits, all one but for `zeros`; None when all are one."""
-    if not zeros:
-        return None
-    bits = bytearray(b"\xff" * ((count + 7) // 8))
-    for at in zeros:
-        bits[at >> 3] &= ~(1 << (at & 7))
-    return pa.py_buffer(bits)
+def _array(kind: pa.DataType, known: bytearray, *buffers: pa.Buffer) -> pa.Array:
+    nulls = known.count(b"0")
+    return pa.Array.from_buffers(kind, len(known), [_bits(known) if nulls else None, *buffers], nulls)
+
+
+def _bits(digits: bytes | bytearray) -> pa.Buffer:
+    """Arrow's bitmap of a text of 0 and 1: the first digit is the lowest bit."""
+    return pa.py_buffer(int(digits[::-1], 2).to_bytes((len(digits) + 7) // 8, "little"))

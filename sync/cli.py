@@ -14,6 +14,7 @@ import orjson
 
 import spool
 from spool.errors import SpoolError
+from spool.format import STATE_FOLDER
 from spool.reader import RunReader
 from sync import destinations, state
 from sync.engine import Replay, patiently
@@ -65,7 +66,7 @@ def main(
         click.echo(f"{len(chosen)} run(s) of {path} to {destination.label} {address}", err=True)
         for run in chosen:
             known = state.read(run, project, experiment)
-            replay = Replay(run, known, destination(known), state_dir or path / ".sync")
+            replay = Replay(run, known, destination(known), state_dir or path / STATE_FOLDER)
             reports.append(replay.report)
             with Progress(run.id, replay.total) as progress:
                 replay.deliver(progress.advance)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spool import claim
+from spool import acceptance, claim
 from spool import cursor as cursors
 from spool.reader import RunReader, WriterReader
 from sync.batch import Batch, place
@@ -54,6 +54,9 @@ class Replay:
         self._attempt = next((attempt.id for attempt in reversed(run.attempts())), None)
         self._upto = {writer.id: writer.last_seq for writer in self._writers}
         """What is recorded later is left to a later sync; otherwise a busy run would never end."""
+        self._accepted = acceptance.load(folder, run.path)
+        self._complete = {writer.id: writer.complete_seq(self._accepted) for writer in self._writers}
+        """A cursor stops before what is absent from an incomplete copy, and what follows is sent without moving it."""
         state.positions = self._upto
         self.total = len(TABLES) * sum(self._upto.values())
         self._held: dict[str, dict[str, int]] = {}
@@ -96,7 +99,7 @@ class Replay:
 
     def _deliver(self) -> None:
         report, destination = self.report, self._destination
-        report.damage = [str(damage) for damage in self._run.damage()]
+        report.damage = [str(one) for one in self._run.damage(self._writers) if one not in self._accepted]
         report.identity = patiently(destination.open)
         report.conflicts = destination.conflicts
         self._held = destination.held()
@@ -124,8 +127,9 @@ class Replay:
             )
         self._conclude(missing)
         if not report.problem:
-            delivered = {writer.id: dict.fromkeys(TABLES, self._upto[writer.id]) for writer in self._writers}
-            self._cursor.delivered = delivered
+            self._cursor.delivered = {
+                writer.id: {table: self._reached(writer, table) for table in TABLES} for writer in self._writers
+            }
         try:
             self._cursor.save()
         except OSError as error:  # read-only media: the destination knows as well how far it has got
@@ -143,15 +147,24 @@ class Replay:
                     self._progress(part.cursor - behind)
                     behind = part.cursor
         self._progress(max(0, self._upto[writer.id] - behind))
-        self._destination.pass_over(Batch(table, writer.id, pa.table({}), self._upto[writer.id]))
+        self._destination.pass_over(Batch(table, writer.id, pa.table({}), self._reached(writer, table)))
+
+    def _reached(self, writer: WriterReader, table: str) -> int:
+        """Where the cursor stands once everything here is delivered."""
+        held = min(self._held.get(writer.id, {}).get(table, 0), self._upto[writer.id])
+        return max(held, self._complete[writer.id])
 
     def _batches(self, writer: WriterReader, table: str, after_seq: int) -> Iterator[Batch]:
-        upto = self._upto[writer.id]
+        upto, complete = self._upto[writer.id], self._complete[writer.id]
         for rows in writer.batches(table, after_seq=after_seq):
-            if rows.num_rows and rows["seq"][-1].as_py() > upto:
-                rows = rows.filter(pc.less_equal(rows["seq"], upto))
-            if rows.num_rows:
-                yield Batch(table, writer.id, rows, rows["seq"][-1].as_py())
+            for first, last, moves in ((0, complete, True), (complete, upto, False)):
+                part = (
+                    rows
+                    if first < rows["seq"][0].as_py() and rows["seq"][-1].as_py() <= last
+                    else _between(rows, first, last)
+                )
+                if part.num_rows:
+                    yield Batch(table, writer.id, part, part["seq"][-1].as_py() if moves else None)
 
     def _offer(self, batch: Batch) -> None:
         """Write a batch; where it is rejected, halve it down to the row that is to blame and set that aside."""
@@ -238,3 +251,7 @@ class Replay:
                 f"{label} was asked and does not hold {', '.join(absent + unsettled[:5])}, although it took them; "
                 "run spool-sync again, and look at the server's log if this stays"
             )
+
+
+def _between(rows: pa.Table, after: int, last: int) -> pa.Table:
+    return rows.filter(pc.and_(pc.greater(rows["seq"], after), pc.less_equal(rows["seq"], last)))

@@ -105,7 +105,9 @@ def test_verify_names_path_byte_and_seq_and_exits_3(tmp_path):
         assert done.stdout.splitlines()[1] == f"  {sentence}"
         done = call("verify", tmp_path / "spool", "--json")
         assert done.exit_code == 3
-        assert json.loads(done.stdout)[0]["damage"] == [sentence]
+        [damage] = json.loads(done.stdout)[0]["damage"]
+    assert damage["message"] == sentence
+    assert (damage["offset"], damage["first_seq"], damage["last_seq"], damage["fetch"]) == (start, 3, 3, None)
 
 
 def test_verify_of_a_torn_tail_is_intact(tmp_path):

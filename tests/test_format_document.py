@@ -29,7 +29,7 @@ def make_spool(folder: Path) -> Path:
         "created_ns": 1,
         "attempt": header["attempt"],
     }
-    (run / "run.json").write_bytes(format.dump_json(info))
+    (run / "run.json").write_bytes(format.checked_json(info))
     journal = run / header["writer"] / "000001.jsonl"
     journal.write_text(example(), encoding="utf-8")
     return journal
