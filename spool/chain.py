@@ -73,7 +73,8 @@ def check(folder: Path, sources: list[layout.Source], parts: list[Part]) -> list
 def _seqs(part: Part, expected: int) -> tuple[int, int]:
     if isinstance(part, Segment):
         return part.first_seq, part.last_seq
-    first = header_of(part).get("first_seq", part.seqs[0] if part.seqs and expected > 1 else expected)
+    is_later = expected > 1 or first_number(part) > 1  # what the first journal lacks, its scan reports
+    first = header_of(part).get("first_seq", part.seqs[0] if part.seqs and is_later else expected)
     return first, part.last_seq if part.seqs or part.header else expected - 1
 
 

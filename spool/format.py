@@ -6,6 +6,7 @@ place where reading resumes after damage.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import suppress
 from math import isfinite
@@ -106,6 +107,8 @@ def fast_metrics(data: Any) -> bytes | None:
     The common case is tested, not assumed: the encoder would write NaN as null, float32 as another double, and a
     one-element array as a list, all in silence.
     """
+    if type(data) is not dict:
+        return None
     try:
         values = data.values()
         if list(map(type, values)).count(float) == len(data):
@@ -121,7 +124,7 @@ def fast_metrics(data: Any) -> bytes | None:
             if not types <= _floats and not -MAX_EXACT_INT <= min(values) <= max(values) <= MAX_EXACT_INT:
                 return None
             finite = all(map(isfinite, values))  # sum would add through numpy's scalars, slowly and with warnings
-        if finite and type(data) is dict and len(data) <= MAX_KEYS:
+        if finite and len(data) <= MAX_KEYS:
             return b'"metrics":' + _dumps(data, option=_NUMPY)
     except (AttributeError, TypeError, OverflowError, ValueError, RuntimeError):
         pass  # keys or values for the careful way, or another thread changed the dict meanwhile
@@ -130,8 +133,6 @@ def fast_metrics(data: Any) -> bytes | None:
 
 def metric_bodies(data: Any, notes: Notes, redact: Redact = keep) -> list[bytes]:
     """The bodies of the records for one call: `"metrics":{…}` and, where needed, decimals and texts."""
-    if isinstance(data, dict):
-        data = dict(data)  # one step under the interpreter lock: other threads may go on changing the original
     first, *others = metric_parts(data, notes, redact)
     return [_part_body(first, notes.replaced), *(_part_body(part, 0) for part in others)]
 
@@ -214,17 +215,32 @@ def seq_of_line(line: bytes) -> int | None:
     return int(match[1]) if match else None
 
 
-_BOUNDARY = re.compile(rb',"crc":".{8}"}(?:.|)\{"seq":', re.DOTALL)
+_START = re.compile(rb'\{"seq":')
+_END = re.compile(rb',"crc":"[0-9a-f]{8}"\}')
+_EFFORT = 16
 
 
-def split_at_lost_newline(line: bytes) -> list[tuple[int, bytes]]:
-    """(offset, piece) of two or more records that a damaged newline has joined; the pieces still prove themselves."""
-    pieces, start = [], 0
-    for match in _BOUNDARY.finditer(line):
-        pieces.append((start, line[start : match.start() + CRC_LENGTH]))
-        start = match.end() - len(b'{"seq":')
-    pieces.append((start, line[start:]))
-    return pieces
+def salvage(line: bytes) -> list[tuple[int, bytes]]:
+    """(offset, record) of the intact records in a damaged line, in order: where newlines are lost, several stand in one.
+
+    A user's own dict may hold what looks like a record's beginning or end; the checksum tells. All tries together read no
+    more than _EFFORT times the line, so that a line made to be hard costs no more than others.
+    """
+    ends = [match.end() for match in _END.finditer(line)]
+    found: list[tuple[int, bytes]] = []
+    done, left = 0, _EFFORT * len(line)
+    for start in dict.fromkeys((0, *(match.start() for match in _START.finditer(line)))):
+        if start < done:
+            continue
+        for end in ends[bisect_right(ends, start) :]:
+            left -= end - start
+            if left < 0:
+                return found
+            if is_intact(line[start:end]):
+                found.append((start, line[start:end]))
+                done = end
+                break
+    return found
 
 
 def decode(line: bytes) -> dict[str, Any]:

@@ -111,15 +111,12 @@ def last_line(path: Path) -> bytes | None:
         while True:
             start = max(0, size - window)
             file.seek(start)
-            first, *lines = file.read(size - start).split(b"\n")
-            if start == 0:
-                lines.insert(0, first)
-            for line in reversed(lines):
-                for _, piece in reversed(format.split_at_lost_newline(line)):
-                    if format.is_intact(piece):
-                        return piece
-                if format.is_intact(line[:-1]):  # only its newline is damaged
-                    return line[:-1]
+            content = file.read(size - start)
+            lines = content[: _complete_length(content)].split(b"\n")
+            for line in reversed(lines if start == 0 else lines[1:]):
+                intact = [(0, line)] if format.is_intact(line) else format.salvage(line)
+                if intact:
+                    return intact[-1][1]
             if start == 0:
                 return None
             window *= 16
@@ -130,12 +127,20 @@ def scan(path: Path, start: int = 0) -> Scan:
     result = Scan(path)
     digest = hashlib.sha256()
     bad: list[tuple[int, int, str]] = []
-    for offset, line in _lines(path, start, result):
-        digest.update(line)
-        result.valid_length = offset + len(line)
-        _take(result, bad, offset, line[:-1])
-        if not line.endswith(b"\n"):
-            bad.append((offset + len(line) - 1, 1, "damaged newline"))
+    for offset, content in _complete_lines(path, start, result):
+        digest.update(content)
+        result.valid_length = offset + len(content)
+        for line in content[:-1].split(b"\n"):
+            seq = format.seq_of_line(line)
+            if seq is not None and format.is_intact(line):
+                result.seqs.append(seq)
+                result.offsets.append(offset)
+                result.lengths.append(len(line))
+            else:
+                _take(result, bad, offset, line)
+            offset += len(line) + 1
+        if not content.endswith(b"\n"):
+            bad.append((offset - 1, 1, "damaged newline"))
     result.valid_length = max(result.valid_length, start)
     result.sha256 = digest.hexdigest()
     _order(result, bad)
@@ -143,49 +148,60 @@ def scan(path: Path, start: int = 0) -> Scan:
     return result
 
 
-def _lines(path: Path, start: int, result: Scan) -> Iterator[tuple[int, bytes]]:
-    """(offset, line with its newline) of every complete line.
-
-    The last one is complete too when only its newline is damaged: a writer leaves a record without its newline when it is
-    killed, but never with another byte in its place.
-    """
+def _complete_lines(path: Path, start: int, result: Scan) -> Iterator[tuple[int, bytes]]:
+    """(offset, complete lines) all through the file; in the very last one only the newline may be damaged."""
     with path.open("rb") as file:
-        file.seek(start)
-        offset, pieces = start, []
+        offset = file.seek(start)
+        pieces: list[bytes] = []
         while block := file.read(_BLOCK_SIZE_BYTES):
-            lines = block.split(b"\n")
-            for line in lines[:-1]:
-                pieces.append(line)
-                whole = b"".join(pieces) + b"\n"
-                pieces = []
-                yield offset, whole
-                offset += len(whole)
-            pieces.append(lines[-1])
+            end = block.rfind(b"\n") + 1
+            if end:
+                content = b"".join([*pieces, block[:end]])
+                yield offset, content
+                offset, pieces = offset + len(content), []
+            pieces.append(block[end:])
     tail = b"".join(pieces)
     result.size = offset + len(tail)
-    *complete, (start, last) = format.split_at_lost_newline(tail)
-    if format.is_intact(last[:-1]):
-        yield offset, tail
-    elif any(format.is_intact(piece) for _, piece in complete):
-        yield offset, tail[:start]
+    complete = _complete_length(tail)
+    if complete:
+        yield offset, tail[:complete]
+
+
+def _complete_length(content: bytes) -> int:
+    """Bytes up to the end of the last complete line.
+
+    A line is complete too when only its newline is damaged: a writer that is killed leaves a record without its newline, or
+    a power cut leaves zeros, but never another byte in its place.
+    """
+    start = content.rfind(b"\n") + 1
+    intact = format.salvage(content[start:])
+    if intact and not content[start + _end(intact[-1]) :].strip(b"\0"):
+        intact.pop()
+    return start + _end(intact[-1]) + 1 if intact else start
+
+
+def _end(piece: tuple[int, bytes]) -> int:
+    return piece[0] + len(piece[1])
 
 
 def _take(result: Scan, bad: list[tuple[int, int, str]], offset: int, line: bytes) -> None:
-    """File one complete line under records, header or damage."""
+    """File a line that is no plain record under header or damage, and what intact records a damaged one holds."""
     if format.is_intact(line):
         _file_intact(result, bad, offset, line)
         return
-    pieces = format.split_at_lost_newline(line)
-    if not any(format.is_intact(piece) for _, piece in pieces):
-        bad.append((offset, len(line) + 1, _MISMATCH))
-        return
-    for inner, piece in pieces:
-        if format.is_intact(piece):
-            _file_intact(result, bad, offset + inner, piece)
-        else:
-            bad.append((offset + inner, len(piece), _MISMATCH))
-        if offset + inner > offset:
-            bad.append((offset + inner - 1, 1, "damaged newline"))
+    done = 0
+    for inner, record in format.salvage(line):
+        _file_gap(bad, offset, done, inner)
+        _file_intact(result, bad, offset + inner, record)
+        done = inner + len(record)
+    _file_gap(bad, offset, done, len(line) + 1 if done == 0 else len(line))
+
+
+def _file_gap(bad: list[tuple[int, int, str]], offset: int, start: int, end: int) -> None:
+    """What lies between two intact records of a damaged line: their newline, or records that are no more."""
+    if end > start:
+        is_newline = start > 0 and end == start + 1
+        bad.append((offset + start, end - start, "damaged newline" if is_newline else _MISMATCH))
 
 
 def _file_intact(result: Scan, bad: list[tuple[int, int, str]], offset: int, line: bytes) -> None:

@@ -6,19 +6,19 @@ Order is (writer, seq), never the clock. Damage is listed by `damage()`; everyth
 import os
 from collections.abc import Container, Iterator
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spool import chain, files, format, layout, table
+from spool import catalog, chain, files, format, layout, table
+from spool.catalog import RunFolder
 from spool.chain import Part
-from spool.errors import NotASpoolError, UnknownRunError
+from spool.errors import UnknownRunError
 from spool.journal import Damage, Scan, scan
 from spool.segment import Segment
-from spool.status import RunStatus, is_alive, run_status
+from spool.status import is_alive
 
 MAX_ROWS = 1 << 16
 
@@ -40,18 +40,7 @@ class Spool:
 
         Raises UnknownRunError when there is none.
         """
-        runs = self.runs()
-        exact = [run for run in runs if run.id == name]
-        found = exact or [
-            run
-            for run in runs
-            if run.id.startswith(name)
-            or fnmatchcase(run.id, name)
-            or fnmatchcase(f"{run.project}/{run.experiment}", name)
-        ]
-        if not found:
-            raise UnknownRunError(f"{self.path}: no run {name!r}; `spool ls {self.path}` lists them")
-        return found
+        return catalog.select(self.path, self.runs(), name)
 
     def run(self, name: str) -> "RunReader":
         """The one run that a name means. Raises UnknownRunError, listing the candidates, when there are several."""
@@ -62,39 +51,19 @@ class Spool:
         return found[0]
 
 
-class RunReader:
+class RunReader(RunFolder):
     """One run. `info` is run.json, empty where that is damaged; a journal that is still growing is read as it is now."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.id = path.name
-        self.info: dict[str, Any] = {}
-        self.info_damage: list[Damage] = []
-        try:
-            self.info = layout.run_info(path)
-        except NotASpoolError as error:
-            self.info_damage.append(Damage(str(path / format.RUN_FILE), 0, 0, str(error).split(": ", 1)[1]))
-        self.project: str = self.info.get("project", "unknown")
-        self.experiment: str = self.info.get("experiment", "unknown")
-        self.created_ns: int = self.info.get("created_ns", 0)
 
     @property
     def config(self) -> Any:
         """As given when the run began, secrets masked; what a later attempt was given is in its `attempt` event."""
         return self.info.get("config")
 
-    def attempts(self) -> list[layout.Attempt]:
-        """Oldest first."""
-        return layout.attempts(self.path)
-
     def writers(self) -> list["WriterReader"]:
         """By attempt, the lead writer first."""
         order = {attempt.id: place for place, attempt in enumerate(self.attempts())}
         found = [WriterReader(path, self.info.get("run")) for path in layout.writers(self.path)]
         return sorted(found, key=lambda one: (order.get(one.attempt, len(order)), not one.is_lead, one.id))
-
-    def status(self) -> RunStatus:
-        return run_status(self.path)
 
     def metrics(self) -> pa.Table:
         """Columns: the common ones, then key, value, exact, kind; see docs/format.md. Ordered by (attempt, writer, seq)."""
@@ -196,6 +165,11 @@ class WriterReader:
         damage = chain.foreign(part, self.run_id, self.id)
         self._damage += [damage] if damage else []
         return damage is None
+
+    @property
+    def parts(self) -> list[Part]:
+        """Segments, and journals (or what of one is longer than its segment), in seq order."""
+        return self._parts
 
     def complete_seq(self, accepted: Container[Damage] = ()) -> int:
         """How far a cursor may go: up to the first record that is absent and may still be fetched, unless that is accepted."""

@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 from spool import files, format, histogram, layout, process
 from spool.errors import WriteError
 from spool.process import warn
-from spool.record import Notes, Redact, generation_body, jsonable, keep, shown, step_number
+from spool.record import Notes, Redact, ask, generation_body, jsonable, keep, shown, step_number
 from spool.redact import Patterns
+from spool.room import Limits
 from spool.span import Span
 from spool.writer import Writer
 
@@ -43,7 +44,8 @@ class Run:
         continues: dict[str, Any] | None,
         durability: str,
         redact: Redact | None,
-        strict: bool,
+        limits: Limits | None = None,
+        strict: bool = False,
     ) -> None:
         """Create this process's writer in the run. Durable when this returns; raises OSError when it cannot be."""
         self.id = path.name
@@ -54,6 +56,7 @@ class Run:
         self.is_lead = is_lead
         self._attempt = attempt
         self._durability = durability
+        self._limits = limits
         self._redact = redact or keep
         self._strict = strict
         self._status: str | None = None
@@ -70,7 +73,7 @@ class Run:
         header: dict[str, Any] = {"run": self.id, "attempt": self._attempt, "lead": self.is_lead}
         if continues:
             header["continues"] = continues
-        return Writer(self.path / _writer_id(), header, self._durability)
+        return Writer(self.path / _writer_id(), header, self._durability, self._limits, keeps=not self._strict)
 
     # --- what can be logged
 
@@ -142,10 +145,9 @@ class Run:
 
     def log_histogram(self, name: str, values: object, step: int | None = None) -> None:
         """Record the distribution of an array or tensor in 64 bins, with count, sum, min, max and non-finite count."""
-        try:
-            summary = histogram.summarize(values)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            self._warn_once(f"histogram {name!r}: not an array of numbers ({error}); kept as text")
+        summary, known = ask(lambda: histogram.summarize(values))
+        if not known:
+            self._warn_once(f"histogram {shown(name)}: not an array of numbers; kept as text")
             summary = {"text": shown(values)}
         self._event("histogram", {"name": name, **summary}, step)
 
@@ -220,7 +222,8 @@ class Run:
         error = writer.close(time.time_ns(), [format.event_body("finish", jsonable(body, Notes()))])
         process.closed(self)
         if self.is_lead:
-            warn(f"{status}, {writer.seq} records by this process in {self.path}")
+            lost = f", {writer.counts['lost']} lost to a full or failing disk" if writer.counts["lost"] else ""
+            warn(f"{status}, {writer.seq} records by this process in {self.path}{lost}")
             warn(f"to replay: spool-sync {self.path.parent} --to mlflow --run {self.id}")
         if error is not None and self._strict:
             raise WriteError(f"{writer.path}: could not write the finish record ({error})") from error

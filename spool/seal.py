@@ -12,12 +12,14 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
-from spool import files, format
+from spool import files, format, layout
 from spool.errors import SealError
 from spool.journal import scan
 from spool.process import warn
+from spool.room import BALLAST_FILE
 
 NICE = 10
 KEEP_SEALED_S = 600
@@ -29,30 +31,32 @@ _CHILD = "import sys; sys.path[:] = sys.argv[1].split(chr(0x1F)); from spool.sea
 def seal(journal: Path, *, writer_died: bool = False) -> None:
     """Seal one journal that nobody writes any more. Durable when this returns; the journal stays.
 
-    `writer_died` records a proven death, so that a copy on another machine still knows.
+    `writer_died` records a proven death, so that a copy on another machine still knows, and frees the dead writer's ballast.
 
     Idempotent: a segment that is there already is left alone. Raises SealError when the journal's header cannot be read
-    and no other journal of the writer tells whose it is.
+    and no other journal or segment of the writer tells whose it is.
     """
     from spool import segment, table
 
+    if writer_died:
+        with suppress(FileNotFoundError):
+            files.remove(journal.parent / BALLAST_FILE)
     target = journal.parent / format.segment_name(int(journal.stem))
     if target.is_dir():
+        files.sync_folder(target.parent)  # who published it may have been killed before its name was durable
         return
     files.remove_unfinished(target)
     scanned = scan(journal)
-    attempt = (scanned.header or {}).get("attempt", {}).get("id") or _attempt_of_siblings(journal)
-    identity = table.Identity(journal.parent.parent.name, journal.parent.name, attempt)
-    with suppress(FileExistsError):  # another process sealed it between our look and our rename
+    header = scanned.header or layout.header(journal.parent)
+    if not header:
+        raise SealError(
+            f"{journal}: the header is damaged and no other file of this writer has one; it stays a journal"
+        )
+    identity = table.Identity(journal.parent.parent.name, journal.parent.name, header["attempt"]["id"])
+    try:
         segment.write(scanned, identity, writer_died=writer_died)
-
-
-def _attempt_of_siblings(journal: Path) -> str:
-    for sibling in sorted(journal.parent.glob("*.jsonl")):
-        header = scan(sibling).header
-        if header is not None:
-            return str(header["attempt"]["id"])
-    raise SealError(f"{journal}: the header is damaged and no other journal of this writer has one; it stays a journal")
+    except FileExistsError:  # another process sealed it between our look and our rename
+        files.sync_folder(target.parent)
 
 
 def remove_sealed(journal: Path) -> bool:
@@ -70,6 +74,7 @@ def remove_sealed(journal: Path) -> bool:
         return False
     if files.sha256_file(journal) != found.manifest["journal"]["sha256"]:
         return False
+    files.sync_folder(journal.parent)  # the segment's name is durable before the journal goes, whoever published it
     files.remove(journal)
     return True
 
@@ -137,6 +142,8 @@ class Sealer:
 def main() -> None:
     """The child: `python -c … SYS_PATH NICE JOURNAL [REDUNDANT_JOURNAL …]`."""
     os.nice(int(sys.argv[2]))
+    if int(version("pyarrow").split(".")[0]) >= 18:  # needs no numpy, but imports it where it is: 0.1 s of 0.5 s
+        sys.modules["numpy"] = None  # type: ignore[assignment]
     journal, *redundant = map(Path, sys.argv[3:])
     try:
         seal(journal)

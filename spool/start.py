@@ -14,6 +14,7 @@ from spool.errors import FinishedRunError, NotASpoolError, SpoolError, UnknownRu
 from spool.process import export, inherited, warn
 from spool.record import Notes, Redact, clean_text, jsonable, keep
 from spool.redact import capture, mask_tree
+from spool.room import Limits, parse_size
 from spool.run import Run
 from spool.writer import DURABILITIES
 
@@ -66,6 +67,7 @@ def init(
         raise SpoolError(f"role {role!r}: lead or worker")
     try:
         mask = capture(redact)
+        limits = Limits(_size("SPOOL_MAX_BYTES"), _size("SPOOL_RESERVE_BYTES"))
     except ValueError as error:
         raise SpoolError(str(error)) from error
     root = Path(dir or os.environ.get("SPOOL_DIR") or "spool-data").absolute()
@@ -85,12 +87,21 @@ def init(
             mask,
             resumed_from_step,
             may_leave,
+            limits,
             strict,
         )
     except OSError as error:
         raise NotASpoolError(
             f"{error.filename or root}: cannot write the spool here ({error.strerror or error}); choose another folder with dir= or SPOOL_DIR"
         ) from error
+
+
+def _size(name: str) -> int | None:
+    text = os.environ.get(name)
+    try:
+        return parse_size(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _wanted_run(root: Path, run_id: str | None, project: str | None) -> str | None:
@@ -120,6 +131,7 @@ def _enter(
     mask: Redact | None,
     resumed_from_step: int | None,
     may_leave: bool,
+    limits: Limits,
     strict: bool,
 ) -> Run:
     plain_config = mask_tree(jsonable(config, Notes(), mask or keep)) if config is not None else {}
@@ -150,7 +162,15 @@ def _enter(
     if is_lead and resumed_from_step is not None:
         attempt["resumed_from_step"] = resumed_from_step
     run = Run(
-        path, info, attempt, is_lead=is_lead, continues=continues, durability=durability, redact=mask, strict=strict
+        path,
+        info,
+        attempt,
+        is_lead=is_lead,
+        continues=continues,
+        durability=durability,
+        redact=mask,
+        limits=limits,
+        strict=strict,
     )
     if is_lead:
         ours = {"attempt": run.attempt, "continues": continues, "resumed_from_step": resumed_from_step}

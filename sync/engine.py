@@ -130,6 +130,8 @@ class Replay:
             self._cursor.delivered = {
                 writer.id: {table: self._reached(writer, table) for table in TABLES} for writer in self._writers
             }
+        self._cursor.status = "" if report.problem else self._state.status
+        self._cursor.waiting = report.tables["spans"].waiting
         try:
             self._cursor.save()
         except OSError as error:  # read-only media: the destination knows as well how far it has got

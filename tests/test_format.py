@@ -57,14 +57,29 @@ def test_a_header_has_a_format_and_no_seq():
 TRAP = b'"texts":{"x":"\\"}{\\"seq\\":"},"extra":[{"crc":"00000000"},{"seq":1}]'
 
 
-@pytest.mark.parametrize("between", [b"", b"X", b"\x0b", b"}", b'"'])
+@pytest.mark.parametrize("between", [b"", b"X", b"\x0b", b"}", b'"', b"\0" * 9])
 def test_a_lost_newline_splits_into_records_that_prove_themselves(between):
     lines = [format.record_line(seq, 1, 1, None, TRAP if seq == 2 else b'"metrics":{}')[:-1] for seq in (1, 2, 3)]
     joined = between.join(lines)
-    pieces = format.split_at_lost_newline(joined)
-    intact = [piece for _, piece in pieces if format.is_intact(piece)]
-    assert [lines[0], lines[2]] == [piece for piece in intact if piece != lines[1]]
+    pieces = format.salvage(joined)
+    assert [piece for _, piece in pieces] == lines
     assert all(joined[offset : offset + len(piece)] == piece for offset, piece in pieces)
+
+
+def test_a_record_is_found_before_and_after_what_is_no_more():
+    lines = [format.record_line(seq, 1, 1, None, b'"metrics":{}')[:-1] for seq in (1, 2, 3)]
+    assert format.salvage(lines[0] + b"\0" * 50 + lines[2]) == [(0, lines[0]), (len(lines[0]) + 50, lines[2])]
+    assert format.salvage(b"\0" * 50 + lines[1]) == [(50, lines[1])]
+    assert format.salvage(lines[1][:-1]) == []
+
+
+def test_a_hostile_line_is_given_up_after_reading_it_some_times(monkeypatch):
+    hostile = b'{"seq":' * 3000 + b',"crc":"00000000"}' * 3000
+    tried = []
+    real = format.is_intact
+    monkeypatch.setattr(format, "is_intact", lambda line: bool(tried.append(len(line))) or real(line))
+    assert format.salvage(hostile) == []
+    assert 0 < sum(tried) <= 16 * len(hostile)
 
 
 def test_checked_json_proves_itself():

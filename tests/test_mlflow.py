@@ -523,6 +523,48 @@ def test_of_a_damaged_spool_everything_undamaged_is_delivered_and_the_place_is_t
     ]
 
 
+THREE_JOURNALS = """
+run = spool.init(project='p', experiment='e', durability='os')
+for at in range(9):
+    run.log({'loss': at + 0.5}, step=at)
+    if at in (2, 5): run._writer._rotate()
+os.kill(os.getpid(), 9)"""
+
+
+def test_of_an_incomplete_copy_the_rest_is_delivered_and_what_is_fetched_later_too(folder: Path) -> None:
+    spool = record(folder, THREE_JOURNALS, expect=-signal.SIGKILL)
+    [middle] = spool.glob("*/*/000002.jsonl")
+    middle.rename(folder / "left behind")
+    result = sync(folder, "--json")
+    [run] = json.loads(result.out)["runs"]
+    assert result.code == 3
+    assert [line.split(" (")[0] for line in run["damage"]] == [
+        f"incomplete copy: fetch {middle.relative_to(spool).with_suffix('')}: a journal or its segment"
+    ]
+    there = [0.5, 1.5, 2.5, 6.5, 7.5, 8.5]
+    assert sorted(value for _, value, *_ in stored_metrics(folder / "mlflow.db")) == there
+    assert sync(folder).code == 3
+    assert sorted(value for _, value, *_ in stored_metrics(folder / "mlflow.db")) == there
+    (folder / "left behind").rename(middle)
+    delivered(sync(folder))
+    assert sorted(value for _, value, *_ in stored_metrics(folder / "mlflow.db")) == [at + 0.5 for at in range(9)]
+
+
+def test_damage_that_was_accepted_does_not_hold_up_a_sync(folder: Path) -> None:
+    spool = record(folder, THREE_JOURNALS, expect=-signal.SIGKILL)
+    [middle] = spool.glob("*/*/000002.jsonl")
+    middle.unlink()
+    assert sync(folder).code == 3
+    accepting = subprocess.run(
+        [sys.executable, "-m", "spool.cli", "verify", str(spool), "--accept"], cwd=syncing.ROOT, check=False
+    )
+    assert accepting.returncode == 0
+    delivered(sync(folder))
+    [cursor] = [json.loads(path.read_bytes()) for path in spool.glob(".sync/mlflow/*.json")]
+    [reached] = cursor["delivered"].values()
+    assert reached["metrics"] == 10
+
+
 def test_where_the_cursor_cannot_be_kept_all_is_delivered_all_the_same(folder: Path, small_spool: Path) -> None:
     spool = copy(small_spool, folder)
     (spool / ".sync").write_text("a file where the folder should be")

@@ -297,8 +297,14 @@ class FullDisk:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def losses(run: spool.Run) -> list[dict]:
+    """The counts of the loss events."""
+    bodies = [format.load_json(row["body"].encode()) for row in rows(run, "events") if row["kind"] == "loss"]
+    return [body["records"] for body in bodies if "records" in body]
+
+
 @pytest.mark.parametrize("short", [True, False])
-def test_a_full_disk_is_counted_in_a_loss_event_and_training_goes_on(tmp_path, monkeypatch, capfd, short):
+def test_what_a_full_disk_does_not_take_waits_in_memory_and_is_written_in_order_later(tmp_path, monkeypatch, capfd, short):
     run = begin_without_thread(tmp_path)
     run.log({"a": 0.0})
     size = journal_path(run).stat().st_size
@@ -312,23 +318,27 @@ def test_a_full_disk_is_counted_in_a_loss_event_and_training_goes_on(tmp_path, m
     assert journal_path(run).stat().st_size <= size + 500
     assert own_writer(run).damage() == []
     monkeypatch.undo()
+    run.log({"a": 50.0}, step=50)
     run._writer._tick()
-    run.log({"a": 99.0})
-    (loss,) = [row for row in rows(run, "events") if row["kind"] == "loss"]
-    body = format.load_json(loss["body"].encode())
-    assert body["records"] == {"metrics": 50 - fitted, "spans": 2}
-    assert [row["value"] for row in rows(run)][-1] == 99.0
+    run.log({"a": 51.0}, step=51)
+    assert [row["value"] for row in rows(run)] == [0.0, *map(float, range(52))]
+    assert [row["name"] for row in rows(run, "spans")] == ["lost"]
+    assert [row for row in rows(run, "events") if row["kind"] == "loss"] == []
     assert own_writer(run).damage() == []
     assert capfd.readouterr().err.count("could not write") == 1
 
 
 def test_losses_up_to_the_end_are_counted_before_the_finish_which_stays_the_last_record(tmp_path, monkeypatch):
+    monkeypatch.setattr("spool.backlog.MAX_BYTES", 100)
     run = begin(tmp_path)
     monkeypatch.setattr(files, "write", FullDisk(0, short=False))
-    run.log({"a": 1.0})
+    run.log({"a": 1.0, "long": "x" * 100})
+    run.log({"a": 2.0})
     monkeypatch.undo()
     run.finish()
+    assert [row["value"] for row in rows(run)] == [2.0]
     assert [row["kind"] for row in rows(run, "events")][-2:] == ["loss", "finish"]
+    assert losses(run) == [{"metrics": 1}]
     assert reader(run).status().state == "finished"
 
 
@@ -356,9 +366,9 @@ def test_what_a_short_write_left_and_cannot_be_removed_is_given_up_with_its_jour
         disk.setattr(files, "truncate", truncate)
         run.log({"a": 2.0})
         run.log({"a": 3.0})
-    run._writer._rotate()
+    run._writer._tick()
     run.log({"a": 4.0})
-    assert [row["value"] for row in rows(run)] == [1.0, 4.0]
+    assert [row["value"] for row in rows(run)] == [1.0, 2.0, 3.0, 4.0]
     found = own_writer(run)
     assert [part.path.name for part in found._parts if hasattr(part, "is_torn") and part.is_torn] in (
         ["000001.jsonl"],
@@ -386,7 +396,7 @@ def test_a_failing_new_journal_leaves_the_old_one_going(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stderr", [None, "closed", "broken pipe"])
 def test_a_lost_stderr_never_raises_into_training(tmp_path, monkeypatch, stderr):
-    run = begin(tmp_path)
+    run = begin_without_thread(tmp_path)
     listener = None
     if stderr == "closed":
         listener = io.StringIO()
@@ -399,8 +409,9 @@ def test_a_lost_stderr_never_raises_into_training(tmp_path, monkeypatch, stderr)
         patch.setattr(sys, "stderr", listener)
         patch.setattr(files, "write", FullDisk(0, short=False))
         run.log({"a": object()})
+    run._writer._tick()
     run.log({"a": 1.0})
-    assert [row["value"] for row in rows(run)] == [1.0]
+    assert [row["value"] for row in rows(run)] == [None, 1.0]
     if stderr == "broken pipe":
         with pytest.raises(BrokenPipeError):
             listener.close()
@@ -483,7 +494,7 @@ def test_a_failed_fdatasync_begins_a_new_journal_and_says_what_is_suspect(tmp_pa
     assert "Input/output error" in body["reason"]
 
 
-def test_a_record_whose_fdatasync_fails_is_lost_and_a_new_journal_begins(tmp_path, monkeypatch):
+def test_a_record_whose_fdatasync_fails_is_written_into_a_new_journal(tmp_path, monkeypatch):
     run = begin_without_thread(tmp_path, durability="record")
     run.log({"a": 1.0})
 
@@ -498,9 +509,8 @@ def test_a_record_whose_fdatasync_fails_is_lost_and_a_new_journal_begins(tmp_pat
     run.log({"a": 4.0})
     run._writer._tick()
     assert journal_path(run).name == "000002.jsonl"
-    assert [row["value"] for row in rows(run)] == [1.0, 4.0]
-    [loss] = [format.load_json(row["body"].encode()) for row in rows(run, "events") if row["kind"] == "loss"]
-    assert loss["records"] == {"metrics": 2}
+    assert [row["value"] for row in rows(run)] == [1.0, 2.0, 3.0, 4.0]
+    assert losses(run) == []
     assert own_writer(run).damage() == []
 
 
