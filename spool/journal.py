@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,9 +58,12 @@ def create(folder: Path, number: int, header: dict[str, Any]) -> tuple[int, int]
     """
     descriptor = files.create_append(folder / format.journal_name(number))
     line = format.header_line(header)
-    if files.write(descriptor, line) != len(line):
-        files.close(descriptor)
-        raise OSError(f"{folder / format.journal_name(number)}: short write of the journal's header; is the disk full?")
+    try:
+        files.write_all(descriptor, line)
+    except OSError:
+        with suppress(OSError):
+            files.close(descriptor)
+        raise
     return descriptor, len(line)
 
 
@@ -174,7 +178,7 @@ def _complete_length(content: bytes) -> int:
     a power cut leaves zeros, but never another byte in its place.
     """
     start = content.rfind(b"\n") + 1
-    intact = format.salvage(content[start:])
+    intact = format.leading(content[start:])
     if intact and not content[start + _end(intact[-1]) :].strip(b"\0"):
         intact.pop()
     return start + _end(intact[-1]) + 1 if intact else start
@@ -194,7 +198,7 @@ def _take(result: Scan, bad: list[tuple[int, int, str]], offset: int, line: byte
         _file_gap(bad, offset, done, inner)
         _file_intact(result, bad, offset + inner, record)
         done = inner + len(record)
-    _file_gap(bad, offset, done, len(line) + 1 if done == 0 else len(line))
+    _file_gap(bad, offset, done, len(line) + (done < len(line)))
 
 
 def _file_gap(bad: list[tuple[int, int, str]], offset: int, start: int, end: int) -> None:
@@ -211,8 +215,12 @@ def _file_intact(result: Scan, bad: list[tuple[int, int, str]], offset: int, lin
         result.offsets.append(offset)
         result.lengths.append(len(line))
         return
+    header = format.decode(line)
+    if not header.keys() >= format.HEADER_KEYS:
+        bad.append((offset, len(line) + 1, "no line of a journal"))
+        return
     if result.header is None:
-        result.header = format.decode(line)
+        result.header = header
         format.check_format(result.header.get("format"), str(result.path))
     if offset > 0:
         bad.append((offset, len(line) + 1, "a header that is not the first line"))
