@@ -8,15 +8,17 @@ WHEELHOUSE ?= wheelhouse
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+PEERS := .venv-bench
+BENCHES := log_cost log_while_sealing many_processes seal_speed torch_step disk_bytes verl_day start_cost verify_speed ls_speed
 REQUIREMENT := .$(if $(EXTRAS),[$(EXTRAS)])
 
-.PHONY: help setup demo test test-slow check bench docs wheelhouse clean
+.PHONY: help setup demo test test-slow check bench bench-peers docs wheelhouse clean
 
 help:
 	@echo "make demo        train offline, kill, resume, replay into MLflow, compare"
 	@echo "make test        the tests; make test-slow those that take longer or ask the package registry"
 	@echo "make check       ruff, mypy, import-linter"
-	@echo "make bench       what log() costs on this machine"
+	@echo "make bench       what everything costs on this machine, about ten minutes; make bench-peers the same loop in other trackers"
 	@echo "make docs        write docs/cli.md from --help"
 	@echo "make wheelhouse  wheels for a machine without network, in wheelhouse/"
 	@echo "make setup       only the set-up that the others do by themselves"
@@ -41,7 +43,11 @@ check: setup
 	@echo "check: no findings"
 
 bench: setup
-	@$(BIN)/python bench/log_cost.py
+	@for one in $(BENCHES); do echo "## bench/$$one.py"; $(BIN)/python bench/$$one.py || exit 1; done
+
+bench-peers: setup $(PEERS)/ready
+	@$(BIN)/python bench/peer_cost.py --python $(PEERS)/bin/python
+	@$(BIN)/python bench/disk_bytes.py --python $(PEERS)/bin/python --peers wandb mlflow
 
 docs: setup
 	@$(BIN)/python docs/write_cli.py docs/cli.md
@@ -55,7 +61,7 @@ wheelhouse: $(BIN)/pip
 	@echo "pip install --no-index --find-links $(WHEELHOUSE) 'spool-sync$(if $(EXTRAS),[$(EXTRAS)])'"
 
 clean:
-	rm -rf $(VENV) wheelhouse demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) wheelhouse demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip comes last into a new environment, so one that was interrupted is begun again.
 $(BIN)/pip:
@@ -67,3 +73,11 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/pip
 	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[mlflow,trainer,dev]' > $(VENV)/setup.log 2>&1 \
 	  || { tail -n 20 $(VENV)/setup.log; exit 1; }
 	@touch $(READY)
+
+# The trackers to compare with, and the spool itself, in an environment of their own: nothing else of the project needs them.
+$(PEERS)/ready: bench/peers/requirements.txt pyproject.toml | $(BIN)/pip
+	@echo "Installing into $(PEERS) (about 1 GB; the log is $(PEERS)/setup.log)"
+	@$(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip install --requirement bench/peers/requirements.txt --editable . > $(PEERS)/setup.log 2>&1 \
+	  || { tail -n 20 $(PEERS)/setup.log; exit 1; }
+	@touch $(PEERS)/ready

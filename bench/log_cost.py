@@ -4,15 +4,12 @@
 
 Each call is timed by itself; a bare `os.write` and a `log()` alternate, so both see the same caches, disk and
 neighbours. Times in microseconds; "x" is the ratio of medians. The tight loop has no pause; the 1 kHz loop sleeps
-between calls, which cools the caches of both. "sealing" rows log while a full 16 MiB journal is being sealed. Then the parts
-of a call, each by itself in a loop with hot caches, and what import, init and finish take in a fresh interpreter.
+between calls, which cools the caches of both. "sealing" rows log while a full 16 MiB journal is being sealed; the loop's
+own journal never is. Then the parts of a call, each by itself in a loop with hot caches.
 """
 
-import argparse
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import timeit
@@ -22,17 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from measure import FLOATS, full_journal, parser, percentile, require, unseal, workplace
 
 import spool
-from spool import files, format, journal, seal
-from spool.writer import SEAL_BYTES
-
-KEYS = [f"actor/metric_{place:02d}" for place in range(50)]
-FLOATS = {key: 0.123456789 * place + 1 / 3 for place, key in enumerate(KEYS)}
-
-
-def percentile(times_ns: list[int], share: float) -> float:
-    return sorted(times_ns)[min(len(times_ns) - 1, int(len(times_ns) * share))] / 1000
+import spool.writer
+from spool import format, seal
 
 
 def alternate(
@@ -57,10 +48,10 @@ def alternate(
 
 
 def show(name: str, bare_ns: list[int], log_ns: list[int]) -> None:
-    bare, log = percentile(bare_ns, 0.5), percentile(log_ns, 0.5)
+    bare, bare_p99 = (percentile(bare_ns, share) / 1000 for share in (0.5, 0.99))
+    log, log_p99 = (percentile(log_ns, share) / 1000 for share in (0.5, 0.99))
     print(
-        f"| {name:<34} | {bare:6.1f} | {percentile(bare_ns, 0.99):6.1f} | {log:6.1f} | {percentile(log_ns, 0.99):6.1f} | {log / bare:4.1f} |",
-        flush=True,
+        f"| {name:<34} | {bare:6.1f} | {bare_p99:6.1f} | {log:6.1f} | {log_p99:6.1f} | {log / bare:4.1f} |", flush=True
     )
 
 
@@ -81,23 +72,21 @@ def values() -> list[tuple[str, dict[str, Any]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=20_000)
-    parser.add_argument("--folder", type=Path, default=None)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        measure(Path(folder), arguments.calls)
-        measure_parts(Path(folder), arguments.calls)
-        measure_start(Path(folder))
+    arguments = parser(__doc__)
+    arguments.add_argument("--calls", type=int, default=20_000)
+    arguments.add_argument("--journal-bytes", type=int, default=spool.writer.SEAL_BYTES)
+    chosen = arguments.parse_args()
+    spool.writer.SEAL_BYTES = 1 << 40
+    with workplace(chosen.folder) as folder:
+        measure(folder, chosen.calls, chosen.journal_bytes)
+        measure_parts(folder, chosen.calls)
 
 
-def measure(folder: Path, calls: int) -> None:
+def measure(folder: Path, calls: int, journal_bytes: int) -> None:
     run = spool.init(project="bench", experiment="log_cost", dir=folder / "spool")
     line = format.record_line(1_000, time.time_ns(), 1_000, None, format.fast_metrics(FLOATS) or b"")
     descriptor = os.open(folder / "bare", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    print(
-        f"\n50 metrics a call, {len(line)} bytes; {calls} calls a row; Python {sys.version.split()[0]}; times in µs\n"
-    )
+    print(f"50 metrics a call, {len(line)} bytes; {calls} calls a row; Python {sys.version.split()[0]}; times in µs\n")
     print(f"| {'':<34} | bare   | p99    | log()  | p99    |  x   |")
     print(f"|{'-' * 36}|-------:|-------:|-------:|-------:|-----:|")
 
@@ -107,7 +96,7 @@ def measure(folder: Path, calls: int) -> None:
     alternate(bare, lambda step: run.log(FLOATS, step=step), calls // 10)  # warm up
     for name, data in values():
         show(f"tight, {name}", *alternate(bare, lambda step, data=data: run.log(data, step=step), calls))
-    full = full_journal(folder / "other")
+    full, _ = full_journal(folder / "other", journal_bytes)
     bare_ns, log_ns, seals = [], [], 0
     while len(log_ns) < calls:
         child = seal.start(full)
@@ -115,8 +104,7 @@ def measure(folder: Path, calls: int) -> None:
             more_bare, more_log = alternate(bare, lambda step: run.log(FLOATS, step=step), 100)
             bare_ns += more_bare
             log_ns += more_log
-        if child.returncode != 0:
-            sys.exit("the sealing child failed")
+        require(child.returncode == 0, "the sealing child failed")
         seals += 1
         unseal(full)
     show(f"tight, float, sealing ({seals} seals)", bare_ns, log_ns)
@@ -148,42 +136,6 @@ def measure_parts(folder: Path, calls: int) -> None:
 def best(part: Callable[[], object], calls: int) -> float:
     """Microseconds a call, of the best of seven rounds."""
     return min(timeit.repeat(part, number=calls // 4, repeat=7)) / (calls // 4) * 1e6
-
-
-def measure_start(folder: Path) -> None:
-    script = (
-        "import sys, time; clock = time.perf_counter; a = clock(); import spool; b = clock();"
-        "run = spool.init(project='bench', dir=sys.argv[1]); c = clock(); run.log({'a': 1.0}); d = clock();"
-        "run.finish(); e = clock(); print(b - a, c - b, e - d)"
-    )
-    rounds = []
-    for _ in range(5):
-        command = [sys.executable, "-c", script, str(folder / "start")]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        rounds.append([float(word) * 1000 for word in done.stdout.split()])
-    print("\n| fresh interpreter, median of 5 | ms |\n|---|---:|")
-    for name, times in zip(("import spool", "init", "finish"), zip(*rounds, strict=True), strict=True):
-        print(f"| {name} | {sorted(times)[2]:.0f} |")
-
-
-def full_journal(folder: Path) -> Path:
-    """A journal of 16 MiB, to seal again and again beside the loop."""
-    writer = folder / "run" / "writer"
-    files.make_folder(writer)
-    header = {"run": "run", "writer": "writer", "attempt": {"id": "1-000000", "number": 1}, "first_seq": 1}
-    descriptor, size = journal.create(writer, 1, header)
-    seq = 0
-    while size < SEAL_BYTES:
-        seq += 1
-        size += files.write(
-            descriptor, format.record_line(seq, time.time_ns(), seq, None, format.fast_metrics(FLOATS) or b"")
-        )
-    files.close(descriptor)
-    return writer / format.journal_name(1)
-
-
-def unseal(path: Path) -> None:
-    files.remove(path.parent / format.segment_name(int(path.stem)))
 
 
 if __name__ == "__main__":

@@ -38,11 +38,17 @@ def place(path: Path, levels: int) -> str:
 
 
 def foreign(part: Part, run_id: str, writer_id: str) -> Damage | None:
-    """The damage when a file says that it belongs to another run or writer; none of its records is read."""
-    names = part.manifest if isinstance(part, Segment) else part.header
-    if names is None or (names["run"], names["writer"]) == (run_id, writer_id):
+    """The damage when a file says that it is of another run, writer or number; none of its records is read."""
+    if isinstance(part, Segment):
+        path, names, number, named = part.manifest_path, part.manifest, part.first_number, int(part.folder.name)
+    elif part.header is not None:
+        path, names, number, named = part.path, part.header, int(part.header["journal"]), int(part.path.stem)
+    else:
         return None
-    return Damage(str(path_of(part)), 0, 0, f"it belongs to run {names['run']}, writer {names['writer']}")
+    if (names["run"], names["writer"], number) == (run_id, writer_id, named):
+        return None
+    reason = f"it is number {number} of run {names['run']}, writer {names['writer']}"
+    return Damage(str(path), 0, path.stat().st_size, reason)
 
 
 def check(folder: Path, sources: list[layout.Source], parts: list[Part]) -> list[Damage]:
@@ -55,19 +61,35 @@ def check(folder: Path, sources: list[layout.Source], parts: list[Part]) -> list
         first, last = _seqs(part, expected)
         found = part.recorded_damage if isinstance(part, Segment) else part.damage
         if isinstance(part, Scan) and part.is_torn and first_number(part) != last_source:
-            damage += _torn_before_another(part, following)
+            damage += _torn_before_another(part, following, max(expected, last + 1))
         if first > expected and not any(one.first_seq == expected and one.last_seq == first - 1 for one in damage):
             damage.append(_absence(folder, sources, before, part, expected, first - 1))
         start, expected = expected, max(expected, last + 1)
         if first <= start:  # otherwise what is missing is reported
             damage += _broken_link(before, part)
+        if isinstance(part, Scan) and part.header is None and not part.seqs:  # nobody knows what the bad bytes held
+            found = [replace(one, first_seq=start) if one.first_seq is None else one for one in found]
         damage += [_resolve(one, following) for one in found]
         before = part
-    if last_source > (last_number(parts[-1]) if parts else 0):
-        newest = sources[-1]
-        reason = "the last journal or segment cannot be read"
-        damage.append(Damage(str(newest.segment or newest.journal), 0, 0, reason, expected, None))
+    damage += _unread_at_the_end(sources, parts, expected)
     return damage
+
+
+def _unread_at_the_end(sources: list[layout.Source], parts: list[Part], expected: int) -> list[Damage]:
+    """Sources that cannot be read, with nothing after them that tells how many records they held."""
+    telling = [last_number(part) for part in _telling(parts)]
+    read = {number for part in parts for number in range(first_number(part), last_number(part) + 1)}
+    unread = [one for one in sources if one.number > max(telling, default=0) and one.number not in read]
+    return [_unread(unread[0], expected, None)] if unread else []
+
+
+def _unread(source: layout.Source, first: int, last: int | None) -> Damage:
+    """What a source that is here holds, and cannot be read."""
+    path = source.segment or source.journal
+    fetch = None
+    if source.segment is not None and source.journal is None and not (source.segment / format.MANIFEST_FILE).exists():
+        fetch = place(source.segment, 3)
+    return Damage(str(path), 0, 0, "nothing in it can be read", first, last, fetch)
 
 
 def _seqs(part: Part, expected: int) -> tuple[int, int]:
@@ -78,11 +100,18 @@ def _seqs(part: Part, expected: int) -> tuple[int, int]:
     return first, part.last_seq if part.seqs or part.header else expected - 1
 
 
-def _torn_before_another(part: Scan, following: list[Part]) -> list[Damage]:
-    if following and (header_of(following[0]).get("previous") or {}).get("length") == part.valid_length:
-        return []  # the writer itself left this tail behind, and says so in the next journal
+def _torn_before_another(part: Scan, following: list[Part], lost: int) -> list[Damage]:
+    length = _length_in_next(following[0]) if following else None
+    if length is not None and (length == part.valid_length or part.size < length):
+        return []  # the writer itself left this tail behind, and says so in the next journal; or the rest is absent
     reason = "incomplete last line of a journal that was followed by another"
-    return [Damage(str(part.path), part.valid_length, part.size - part.valid_length, reason)]
+    first = None if _telling(following) else lost
+    return [Damage(str(part.path), part.valid_length, part.size - part.valid_length, reason, first)]
+
+
+def _telling(parts: list[Part]) -> list[Part]:
+    """Those that say which seqs they hold; a journal whose header is not there and that has no record does not."""
+    return [part for part in parts if isinstance(part, Segment) or part.header or part.seqs]
 
 
 def _absence(
@@ -97,12 +126,18 @@ def _absence(
         fetch = place(folder / " to ".join(names), 3)
         return Damage(str(folder / names[0]), 0, 0, "a journal or its segment", first, last, fetch)
     if numbers:
-        unread = here[numbers[0]]
-        return Damage(str(unread.segment or unread.journal), 0, 0, "cannot be read", first, last)
-    if isinstance(before, Scan) and not before.damage and not before.is_torn:
+        return _unread(here[numbers[0]], first, last)
+    length = _length_in_next(part)
+    if isinstance(before, Scan) and not before.damage and (length is None or before.size < length):
         reason = f"it goes on after byte {before.valid_length}"
         return Damage(str(before.path), before.valid_length, 0, reason, first, last, place(before.path, 3))
     return Damage(str(path_of(part)), 0, 0, "records missing before this", first, last)
+
+
+def _length_in_next(part: Part) -> int | None:
+    """Length of the journal before, as the header of the next one tells."""
+    previous = header_of(part).get("previous") or {}
+    return previous.get("length")
 
 
 def _broken_link(before: Part | None, part: Part) -> list[Damage]:

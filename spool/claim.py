@@ -46,15 +46,15 @@ def take(path: Path) -> Claim | str:
         try:
             files.publish_file(path, content)
         except FileExistsError:
-            holder = _holder(path)
-            if holder is not None:
-                return holder
+            found = holder(path)
+            if found is not None:
+                return found
             _discard(path)
             continue
         return Claim(path, content)
 
 
-def _holder(path: Path) -> str | None:
+def holder(path: Path) -> str | None:
     """Who holds it, as a phrase; None where the holder is dead, silent for too long, or the file cannot be read."""
     try:
         identity = format.load_json(path.read_bytes())
@@ -74,7 +74,7 @@ def _discard(path: Path) -> None:
         files.rename_new(path, aside)
     except FileNotFoundError:
         return
-    if _holder(aside) is None:
+    if holder(aside) is None:
         files.remove(aside)
     else:
         files.rename_new(aside, path)

@@ -1,38 +1,45 @@
 """`spool`: look at what was recorded, verify it, seal what a killed process left. Reading commands write nothing."""
 
+import os
+import signal
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from spool import __version__, acceptance, format, layout, seal
+from spool import __version__, acceptance, catalog, format, layout, seal, status, upkeep
+from spool.catalog import RunFolder
 from spool.errors import SealError, SpoolError
 from spool.journal import Damage
-from spool.reader import RunReader, Spool, WriterReader
+from spool.option import json_option, run_option, spool_argument, state_dir_option
 from spool.record import Notes, jsonable
+from spool.terminal import moment, printable, wait_for_reader
+
+if TYPE_CHECKING:  # they import pyarrow, which takes longer than listing a thousand runs
+    from spool.reader import RunReader, WriterReader
+    from spool.tail import Entry
+
+_POLL_S = 0.5
 
 
 class _Command(click.Group):
-    """Says what the user did wrong in one sentence, exit 1, no traceback."""
+    """Says what the user did wrong, or what the disk refused, in one sentence, exit 1, no traceback."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
         except SpoolError as error:
-            raise click.ClickException(str(error)) from error
-
-
-spool_argument = click.argument(
-    "spool", envvar="SPOOL_DIR", default="spool-data", type=click.Path(path_type=Path), metavar="[SPOOL]"
-)
-run_option = click.option(
-    "--run", "names", multiple=True, metavar="RUN", help="Only these runs: id, prefix, glob or project/experiment."
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
+            raise click.ClickException(printable(str(error))) from error
+        except BrokenPipeError:  # whoever read our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            context.exit(0)
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename is not None else ""
+            raise click.ClickException(printable(f"{where}{error.strerror or error}")) from error
 
 
 @click.group(cls=_Command)
@@ -44,12 +51,10 @@ def main() -> None:
     """
 
 
-def _chosen(spool: Path, names: tuple[str, ...]) -> list[RunReader]:
-    opened = Spool(spool)
-    if not names:
-        return opened.runs()
-    found = {run.id: run for name in names for run in opened.select(name)}
-    return [found[run_id] for run_id in sorted(found)]
+def _chosen(spool: Path, names: tuple[str, ...]) -> "list[RunReader]":
+    from spool.reader import RunReader
+
+    return [RunReader(run.path) for run in catalog.open_runs(spool, names)]
 
 
 @main.command()
@@ -58,27 +63,27 @@ def _chosen(spool: Path, names: tuple[str, ...]) -> list[RunReader]:
 @json_option
 def ls(spool: Path, names: tuple[str, ...], as_json: bool) -> None:
     """List runs: id, project/experiment, begin, attempts, writers, status."""
-    rows = [_summary(run) for run in _chosen(spool, names)]
+    rows = [_summary(run) for run in catalog.open_runs(spool, names)]
     if as_json:
         click.echo(format.dump_json(rows).decode(), nl=False)
         return
     for row in rows:
-        begin = datetime.fromtimestamp(row["created_ns"] / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%SZ")
+        begin = moment(row["created_ns"])
         counts = f"{row['attempts']} attempts, {row['writers']} writers, {row['records']} records"
-        click.echo(f"{row['run']}  {row['project']}/{row['experiment']}  {begin}  {counts}  {row['status']}")
+        click.echo(printable(f"{row['run']}  {row['project']}/{row['experiment']}  {begin}  {counts}  {row['status']}"))
 
 
-def _summary(run: RunReader) -> dict[str, Any]:
-    writers = layout.writers(run.path)
+def _summary(run: RunFolder) -> dict[str, Any]:
+    writers = layout.glance(run.path)
     return {
         "run": run.id,
         "project": run.project,
         "experiment": run.experiment,
         "created_ns": run.created_ns,
-        "attempts": len(run.attempts()),
+        "attempts": len(layout.order_attempts([writer.header for writer in writers])),
         "writers": len(writers),
-        "records": sum(layout.last(writer).seq for writer in writers),
-        "status": run.status().state,
+        "records": sum(writer.last.seq for writer in writers),
+        "status": status.status_of(writers).state,
     }
 
 
@@ -86,9 +91,7 @@ def _summary(run: RunReader) -> dict[str, Any]:
 @spool_argument
 @run_option
 @click.option("--accept", is_flag=True, help="Acknowledge the damage found: later checks and spool-sync go on over it.")
-@click.option(
-    "--state-dir", type=click.Path(path_type=Path), help="Where accepted damage is kept; by default SPOOL/.sync."
-)
+@state_dir_option
 @json_option
 def verify(spool: Path, names: tuple[str, ...], accept: bool, state_dir: Path | None, as_json: bool) -> None:
     """Check every byte: checksums, sequence, hashes, and that no journal, segment or writer is absent.
@@ -115,9 +118,11 @@ def verify(spool: Path, names: tuple[str, ...], accept: bool, state_dir: Path | 
             }
         )
         if not as_json:
-            click.echo(f"{run.id}: {len(writers)} writers, {records} records, {_verdict(new, len(damage) - len(new))}")
+            click.echo(
+                f"{printable(run.id)}: {len(writers)} writers, {records} records, {_verdict(new, len(damage) - len(new))}"
+            )
             for one in damage:
-                click.echo(f"  {'' if one in new else 'accepted: '}{one}")
+                click.echo(f"  {'' if one in new else 'accepted: '}{printable(str(one))}")
     if as_json:
         click.echo(format.dump_json(results).decode(), nl=False)
     sys.exit(3 if any(one["damage"] for one in results) else 0)
@@ -169,7 +174,7 @@ def seal_command(spool: Path, names: tuple[str, ...]) -> None:
     sys.exit(1 if failed else 0)
 
 
-def _open_reason(writer: WriterReader) -> str | None:
+def _open_reason(writer: "WriterReader") -> str | None:
     """Why a writer's journals must not be sealed by another process; None when they may."""
     if writer.finished:
         return None
@@ -187,6 +192,8 @@ def _open_reason(writer: WriterReader) -> str | None:
 @json_option
 def show(spool: Path, name: str, as_json: bool) -> None:
     """Show one run: where it came from, its attempts, and the last value of each metric."""
+    from spool.reader import Spool
+
     run = Spool(spool).run(name)
     last: dict[str, Any] = {}
     for row in run.metrics().select(["key", "step", "value", "exact", "kind"]).to_pylist():
@@ -200,14 +207,66 @@ def show(spool: Path, name: str, as_json: bool) -> None:
         click.echo(format.dump_json(jsonable(found, Notes())).decode(), nl=False)  # NaN is a word, not null
         return
     for key in ("run", "path", "project", "experiment", "status", "attempts", "writers", "records"):
-        click.echo(f"{key:<12}{found[key]}")
+        click.echo(printable(f"{key:<12}{found[key]}"))
     for one in attempts:
         continued = f" continues {one['continues']}" if one["continues"] else ""
         continued += f" from step {one['resumed_from_step']}" if one["resumed_from_step"] is not None else ""
-        click.echo(f"{'attempt':<12}{one['attempt']}{continued}")
+        click.echo(printable(f"{'attempt':<12}{one['attempt']}{continued}"))
     for key, value in found["metrics"].items():
         step = "no step" if value["step"] is None else f"step {value['step']}"
-        click.echo(f"{key:<40} {step}: {value['value']}")
+        click.echo(printable(f"{key:<40} {step}: {value['value']}"))
+
+
+@main.command()
+@spool_argument
+@run_option
+@click.option("-f", "--follow", is_flag=True, help="Go on with new records, writers and runs, until interrupted.")
+@click.option("-n", "count", type=click.IntRange(min=0), default=10, show_default=True, help="How many records.")
+@click.option("--table", "tables", multiple=True, type=click.Choice(list(format.TABLES)), help="Only these tables.")
+@click.option("--json", "as_json", is_flag=True, help="Print each record as its journal holds it, one JSON a line.")
+def tail(spool: Path, names: tuple[str, ...], follow: bool, count: int, tables: tuple[str, ...], as_json: bool) -> None:
+    """Print the last records of the newest run, or of the runs named, in the order of their time.
+
+    With -f runs that begin later are followed too, where they are newer, or where --run means them. Damage is said once on
+    stderr; without -f the exit code is then 3.
+    """
+    from spool.tail import Tail, json_line, line
+
+    watched = Tail(spool, names, tables)
+    stop = _stop_signal() if follow else []
+    entries: Iterable[Entry] = watched.last(count, is_final=not follow)
+    is_damaged = False
+    while True:
+        for entry in entries:
+            click.echo(json_line(entry) if as_json else line(entry, with_run=watched.has_several_runs))
+        for damage in watched.new_damage():
+            is_damaged = True
+            click.echo(f"spool: {printable(str(damage))}", err=True)
+        if not follow or stop:
+            break
+        sys.stdout.flush()
+        if not wait_for_reader(_POLL_S):
+            break
+        entries = watched.new()
+    sys.exit(3 if is_damaged and not follow else 0)
+
+
+def _stop_signal() -> list[int]:
+    """Filled by the first SIGINT or SIGTERM; a second one acts as usual."""
+    seen: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        seen.append(number)
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, signal.SIG_DFL)
+
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, stop)
+    return seen
+
+
+main.add_command(upkeep.compact)
+main.add_command(upkeep.gc)
 
 
 if __name__ == "__main__":

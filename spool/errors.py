@@ -36,5 +36,13 @@ class SealError(SpoolError):
     pass
 
 
+class CompactError(SpoolError):
+    pass
+
+
+class RemoveError(SpoolError):
+    pass
+
+
 class WriteError(SpoolError):
     pass

@@ -13,6 +13,7 @@ Why each step is there:
 
 import ctypes
 import errno
+import glob
 import hashlib
 import os
 import shutil
@@ -166,11 +167,13 @@ def remove_empty_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents. Durable when this returns."""
+    """Create a folder and its missing parents. Durable when this returns, also where a killed process has made some of it."""
     missing = []
     while not path.is_dir():
         missing.append(path)
         path = path.parent
+    with suppress(OSError):  # a parent that may not be read, or is another file system: then no process of ours made it
+        sync_folder(path.parent)  # whoever made `path` may have been killed before its name was durable
     for folder in reversed(missing):
         try:
             make_one_folder(folder)
@@ -272,16 +275,28 @@ def publish_folder(target: Path, fill: Callable[[Path], None]) -> None:
     While the folder is being filled each file carries the suffix `.part`, which `fill` must use: tools that glob
     `**/*.parquet` look into dot folders too, and must not see a half-made segment.
     """
-    temporary = _beside(target)
-    make_one_folder(temporary)
-    try:
-        fill(temporary)
-        for path in sorted(temporary.iterdir()):
+
+    def fill_and_name(folder: Path) -> None:
+        fill(folder)
+        for path in sorted(folder.iterdir()):
             os.chmod(path, file_mode())  # pyarrow made it
             _give_to_group(path)
             sync_file(path)
             rename(path, path.with_suffix(""))
-        sync_folder(temporary)
+
+    publish_tree(target, fill_and_name)
+
+
+def publish_tree(target: Path, fill: Callable[[Path], None]) -> None:
+    """Make folder `target` appear with what `fill(folder)` puts into it: durable files, in folders that are synced below.
+
+    Durable when this returns; FileExistsError if it is there already. Whatever happens, the half-made folder goes.
+    """
+    temporary = _beside(target)
+    make_one_folder(temporary)
+    try:
+        fill(temporary)
+        _sync_folders(temporary)
         rename_new(temporary, target)
     except BaseException:  # also KeyboardInterrupt: the half-made folder must not stay; what happened is raised on
         with suppress(OSError):
@@ -290,17 +305,25 @@ def publish_folder(target: Path, fill: Callable[[Path], None]) -> None:
     sync_folder(target.parent)
 
 
+def _sync_folders(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            _sync_folders(path)
+    sync_folder(folder)
+
+
 def remove_unfinished(target: Path) -> None:
     """Remove what a killed `publish` of `target` left behind.
 
     Renamed first: a publish that is still at work then fails as a whole, and cannot put a half-removed folder in place.
     """
-    for leftover in target.parent.glob(f".{target.name}.*"):
+    name = glob.escape(target.name)
+    for leftover in target.parent.glob(f".{name}.*"):
         doomed = leftover.with_name(f".doomed.{os.getpid()}{leftover.name}")
         with suppress(FileNotFoundError):  # published, or removed by another
             rename(leftover, doomed)
             remove(doomed)
-    for doomed in target.parent.glob(f".doomed.*.{target.name}.*"):
+    for doomed in target.parent.glob(f".doomed.*.{name}.*"):
         with suppress(FileNotFoundError):
             remove(doomed)
 

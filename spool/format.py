@@ -6,13 +6,13 @@ place where reading resumes after damage.
 """
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import suppress
 from math import isfinite
 from typing import Any
 
 import orjson
+from google_crc32c import extend as extend_crc32c
 from google_crc32c import value as crc32c
 
 from spool.errors import NewerFormatError
@@ -215,31 +215,56 @@ def seq_of_line(line: bytes) -> int | None:
     return int(match[1]) if match else None
 
 
-_START = re.compile(rb'\{"seq":')
-_END = re.compile(rb',"crc":"[0-9a-f]{8}"\}')
+HEADER_KEYS = {"format", "run", "writer", "attempt", "journal", "first_seq"}
+MANIFEST_KEYS = {"format", "run", "writer", "number", "first_seq", "last_seq", "journal", "header", "tables", "damaged"}
+"""What a reader counts on; a line or file that proves itself and lacks one of them is another, put in its place."""
+
+_START = b'{"seq":'
+_END = re.compile(rb',"crc":"([0-9a-f]{8})"\}')
 _EFFORT = 16
 
 
 def salvage(line: bytes) -> list[tuple[int, bytes]]:
-    """(offset, record) of the intact records in a damaged line, in order: where newlines are lost, several stand in one.
+    """(offset, record) of the intact records at either end of a damaged line, in order: lost newlines have joined them.
 
-    A user's own dict may hold what looks like a record's beginning or end; the checksum tells. All tries together read no
-    more than _EFFORT times the line, so that a line made to be hard costs no more than others.
+    Nothing is taken from the middle of what does not prove itself: the inputs of a span may hold whole records with their
+    checksums, and those are data.
     """
-    ends = [match.end() for match in _END.finditer(line)]
+    front = leading(line)
+    return front + _trailing(line, front[-1][0] + len(front[-1][1]) if front else 0)
+
+
+def leading(line: bytes) -> list[tuple[int, bytes]]:
+    """(offset, record) of the intact records that a line begins with, up to the first that does not prove itself."""
+    found, start = [], 0
+    while start >= 0 and (length := _intact_length(line, start)):
+        found.append((start, line[start : start + length]))
+        start = line.find(_START, start + length)
+    return found
+
+
+def _intact_length(line: bytes, start: int) -> int:
+    """Length of the record that begins at `start`, 0 when none proves itself. Reads once, whatever checksums are inside."""
+    checksum, done = 0, start
+    for match in _END.finditer(line, start):
+        checksum, done = extend_crc32c(checksum, line[done : match.start()]), match.start()
+        if match[1] == b"%08x" % checksum:
+            return match.end() - start
+    return 0
+
+
+def _trailing(line: bytes, start: int) -> list[tuple[int, bytes]]:
+    """(offset, record) of the intact records that a line ends with, none of them before `start`.
+
+    All tries together read no more than _EFFORT times the line, so that a line made to be hard costs no more than others.
+    """
     found: list[tuple[int, bytes]] = []
-    done, left = 0, _EFFORT * len(line)
-    for start in dict.fromkeys((0, *(match.start() for match in _START.finditer(line)))):
-        if start < done:
-            continue
-        for end in ends[bisect_right(ends, start) :]:
-            left -= end - start
-            if left < 0:
-                return found
-            if is_intact(line[start:end]):
-                found.append((start, line[start:end]))
-                done = end
-                break
+    at = end = len(line)
+    left = _EFFORT * len(line)
+    while (at := line.rfind(_START, start, at)) >= 0 and (left := left - (end - at)) >= 0:
+        if is_intact(line[at:end]):
+            found.insert(0, (at, line[at:end]))
+            end = line.rfind(b',"crc":"', start, at) + CRC_LENGTH
     return found
 
 

@@ -4,7 +4,10 @@ A folder is a run when it has a run.json, and a writer when it holds a journal o
 work of a process that may be alive or dead; nobody reads them.
 """
 
+import hashlib
 import os
+import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +62,8 @@ def run_info(run: Path) -> dict[str, Any]:
     content = path.read_bytes()
     try:
         info = format.load_checked_json(content)
-        missing = [name for name in ("format", "project", "experiment", "created_ns", "attempt") if name not in info]
+        names = ("format", "run", "project", "experiment", "created_ns", "attempt")
+        missing = [name for name in names if name not in info]
         if missing:
             raise ValueError(f"{', '.join(missing)} missing")
     except (ValueError, TypeError) as error:
@@ -75,16 +79,58 @@ def manifest(segment: Path) -> dict[str, Any]:
     """Raises OSError or ValueError when there is none or it is damaged, NewerFormatError for a later format."""
     found = format.load_checked_json((segment / format.MANIFEST_FILE).read_bytes())
     format.check_format(found.get("format"), str(segment / format.MANIFEST_FILE))
+    if not found.keys() >= format.MANIFEST_KEYS:
+        raise ValueError("not the manifest of a segment")
     return found
 
 
 def writers(run: Path) -> list[Path]:
-    names = sorted(entry.name for entry in os.scandir(run) if entry.is_dir() and not entry.name.startswith("."))
-    return [run / name for name in names if name != format.FILES_FOLDER and sources(run / name)]
+    return [writer for writer, found in _folders(run) if found]
+
+
+def _folders(run: Path) -> list[tuple[Path, list[Source]]]:
+    """What may be a writer's folder, by name, and what is in it."""
+    names = sorted(entry.name for entry in os.scandir(run) if not entry.name.startswith(".") and entry.is_dir())
+    return [(run / name, sources(run / name)) for name in names if name != format.FILES_FOLDER]
+
+
+def size_bytes(folder: Path) -> int:
+    """Of the files in a folder and below, without unfinished ones; a symbolic link counts for itself."""
+    found = 0
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            found += 0 if entry.name.startswith(".") else size_bytes(folder / entry.name)
+        elif not entry.name.startswith("."):
+            found += entry.stat(follow_symlinks=False).st_size
+    return found
+
+
+def fingerprint(folder: Path) -> str:
+    """Changes with whatever is added to a folder, removed or written below it; 16 hex digits. Follows no symbolic link."""
+    digest = hashlib.sha256()
+    for name, found in sorted(_states(folder, "")):
+        state = f"{name}\0{found.st_mode}\0{found.st_size}\0{found.st_mtime_ns}\0"
+        digest.update(state.encode(errors="surrogateescape"))
+    return digest.hexdigest()[:16]
+
+
+def _states(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Of everything below that holds bytes; a folder counts by what is in it, since its own time changes with a rename."""
+    for entry in os.scandir(folder):
+        name = f"{prefix}{entry.name}"
+        if entry.is_dir(follow_symlinks=False):
+            yield from _states(folder / entry.name, f"{name}/")
+        else:
+            yield name, entry.stat(follow_symlinks=False)
+
+
+def links(folder: Path) -> list[Path]:
+    """Symbolic links in a folder and below: nothing of ours makes one, and what they lead to is not the spool's."""
+    return [folder / name for name, found in _states(folder, "") if stat.S_ISLNK(found.st_mode)]
 
 
 def sources(writer: Path) -> list[Source]:
-    """Journals and segments of a writer in the order they were written."""
+    """The journals and segments of a writer in the order they were written."""
     journals, segments = {}, {}
     for entry in os.scandir(writer):
         if (match := format.JOURNAL_NAME.fullmatch(entry.name)) and entry.is_file():
@@ -96,14 +142,20 @@ def sources(writer: Path) -> list[Source]:
 
 def header(writer: Path) -> dict[str, Any]:
     """The writer's first readable header; empty when none is left."""
-    for source in sources(writer):
-        found = _header(source)
-        if found:
-            return found
+    return _first_header(sources(writer))
+
+
+def _first_header(found: list[Source]) -> dict[str, Any]:
+    """A file of another writer, put in the place of one of this, tells nothing."""
+    for source in found:
+        header, path = source_header(source), source.segment or source.journal
+        if path is not None and header.get("writer") == path.parent.name:
+            return header
     return {}
 
 
-def _header(source: Source) -> dict[str, Any]:
+def source_header(source: Source) -> dict[str, Any]:
+    """The header of one journal, or of the one that a segment was; empty when it cannot be read."""
     if source.journal is not None:
         with suppress(FileNotFoundError), source.journal.open("rb") as file:  # sealed and removed since we looked
             line = file.readline().removesuffix(b"\n")
@@ -126,7 +178,11 @@ class Last(NamedTuple):
 
 def last(writer: Path) -> Last:
     """From the newest file that tells; a journal is read from its end only. Cheap: for lists and rosters."""
-    for source in reversed(sources(writer)):
+    return _last(sources(writer))
+
+
+def _last(sources: list[Source]) -> Last:
+    for source in reversed(sources):
         found = None
         if source.segment is not None:
             with suppress(OSError, ValueError):
@@ -151,10 +207,26 @@ def _last_of_line(line: bytes) -> Last:
     return Last(record["first_seq"] - 1, record["created_ns"], None)
 
 
+class Glance(NamedTuple):
+    """A writer from the ends of its files, for lists of thousands: where, as whom, how far."""
+
+    path: Path
+    header: dict[str, Any]
+    last: Last
+
+
+def glance(run: Path) -> list[Glance]:
+    """Every writer of a run, by name; each folder is listed once."""
+    return [Glance(writer, _first_header(found), _last(found)) for writer, found in _folders(run) if found]
+
+
 def attempts(run: Path) -> list[Attempt]:
-    """The run's attempts, oldest first: what a header says of the attempt it belongs to, from the lead writer where there is one."""
+    return order_attempts([_first_header(found) for _, found in _folders(run)])
+
+
+def order_attempts(headers: list[dict[str, Any]]) -> list[Attempt]:
+    """A run's attempts, oldest first: what a header says of the attempt it belongs to, from the lead writer where there is one."""
     found: dict[str, Attempt] = {}
-    headers = [header(writer) for writer in writers(run)]
     for one in sorted((one for one in headers if one), key=lambda one: (not one.get("lead"), one.get("created_ns", 0))):
         attempt = one["attempt"]
         continues = one.get("continues") or {}

@@ -28,9 +28,12 @@ _is_watching = False
 
 
 def warn(message: str) -> None:
-    """One line on stderr; where nobody listens any more (closed, a broken pipe), training goes on all the same."""
+    """One line on stderr; where nobody listens any more (closed, a broken pipe), training goes on all the same.
+
+    RuntimeError: a signal handler that warns in the middle of another warning.
+    """
     if sys.stderr is not None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RuntimeError):
             print(f"spool: {message}", file=sys.stderr, flush=True)
 
 

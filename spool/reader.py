@@ -12,11 +12,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spool import catalog, chain, files, format, layout, table
+from spool import catalog, chain, files, format, layout, loss, table
 from spool.catalog import RunFolder
 from spool.chain import Part
 from spool.errors import UnknownRunError
 from spool.journal import Damage, Scan, scan
+from spool.loss import Loss
 from spool.segment import Segment
 from spool.status import is_alive
 
@@ -87,6 +88,10 @@ class RunReader(RunFolder):
         in_writers = [damage for writer in writers for damage in writer.damage()]
         return self.info_damage + in_writers + self.missing(writers) + self.file_damage(writers)
 
+    def losses(self, writers: list["WriterReader"] | None = None) -> list[Loss]:
+        """What the writers say of records that their disks did not take. No damage: the journals are as they were written."""
+        return [one for writer in (self.writers() if writers is None else writers) for one in writer.losses()]
+
     def missing(self, writers: list["WriterReader"]) -> list[Damage]:
         """Writers that are absent or end too early, as finish records and later attempts tell."""
         found = {writer.id: writer.last_seq for writer in writers}
@@ -156,7 +161,7 @@ class WriterReader:
             self._damage.append(Damage(str(path), 0, 0, "the manifest of this segment", fetch=chain.place(path, 4)))
         except (OSError, ValueError) as error:
             reason = f"manifest unreadable ({error}); its Parquet files are not read"
-            self._damage.append(Damage(str(path), 0, 0, reason))
+            self._damage.append(Damage(str(path), 0, path.stat().st_size, reason))
         else:
             return segment if self._is_own(segment) else None
         return None
@@ -195,13 +200,21 @@ class WriterReader:
                         for writer, one in format.load_json(row["body"].encode()).get("roster", {}).items():
                             yield "the run's finish record", writer, int(one["seq"])
 
+    def losses(self) -> list[Loss]:
+        """By this writer's own word, an entry each time that its disk did not take everything."""
+        return loss.episodes(self.id, self._events("loss"))
+
     def saved_files(self) -> Iterator[tuple[str, str]]:
         """(name, sha256) of every file that was saved."""
+        for _, body in self._events("file"):
+            yield body["name"], body["sha256"]
+
+    def _events(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(ns, body) of the events of one kind."""
         for batch in self.batches("events"):
-            saved = batch.filter(pc.equal(batch["kind"].cast(pa.string()), "file"))
-            for body in saved["body"].to_pylist():
-                found = format.load_json(body.encode())
-                yield found["name"], found["sha256"]
+            found = batch.filter(pc.equal(batch["kind"].cast(pa.string()), kind))
+            for ts, body in zip(found["ts"].cast(pa.int64()).to_pylist(), found["body"].to_pylist(), strict=True):
+                yield ts, format.load_json(body.encode())
 
     @property
     def last_seq(self) -> int:
@@ -233,15 +246,16 @@ class WriterReader:
             elif part is not None:
                 for _, batch in table.batches(part.records(done), identity, [name], max_rows):
                     yield pa.Table.from_batches([batch])
-            done = max(done, known.last_seq)
+            done = max(done, known.last_seq, part.last_seq if part is not None else 0)
 
     def _readable(self, part: Part, name: str) -> Part | None:
         """Where a part's records are now: of a damaged segment in its journal, of a journal sealed and removed in its segment."""
         if isinstance(part, Segment):
             if part.is_intact(name):
                 return part
-            journal = self.path / format.journal_name(part.manifest["number"])
-            return scan(journal) if journal.is_file() else None
+            path = self.path / format.journal_name(part.manifest["number"])
+            journal = scan(path) if path.is_file() else None
+            return journal if journal is None or chain.foreign(journal, self.run_id, self.id) is None else None
         if part.path.is_file():
             return part
         segment = Segment(self.path / format.segment_name(int(part.path.stem)))

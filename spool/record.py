@@ -77,7 +77,9 @@ def step_number(step: object) -> tuple[int | None, bool]:
         return None, True
     if type(step) is bool:
         return None, False
-    if _method(step, "is_integer") is not None:
+    if issubclass(type(step), int):
+        value, known = int.__int__(step), True  # type: ignore[arg-type]
+    elif _method(step, "is_integer") is not None:
         value, known = ask(lambda: int(step) if step.is_integer() else None)  # type: ignore[call-overload,attr-defined]
     else:
         value, known = ask(lambda: index(step))  # type: ignore[arg-type]
@@ -121,6 +123,7 @@ def _items(value: object) -> list[tuple[object, object]] | None:
     if not ask(lambda: isinstance(value, Mapping))[0]:
         return None
     mapping: Mapping[object, object] = value  # type: ignore[assignment]
+    # list(): one step under the interpreter lock, other threads may go on changing the original.
     items, known = ask(lambda: [(key, child) for key, child in list(mapping.items())])
     if not known:
         items, _ = ask(lambda: [(key, _child(mapping, key)) for key in list(mapping)])
@@ -286,7 +289,6 @@ def _repr(value: object, notes: Notes, show: Callable[[object], str] = repr) -> 
     text, known = ask(lambda: show(value))
     if not known or not isinstance(text, str):
         return f"<{type(value).__qualname__} whose {show.__name__} fails>"
-    text = str.__str__(text)
     return text if len(text) <= MAX_REPR_CHARS else f"{text[:MAX_REPR_CHARS]}… ({len(text)} characters)"
 
 

@@ -49,10 +49,12 @@ _ASSIGNMENT = re.compile(r"(?P<key>[\w.\-]+)(?P<sep>\s*[=:]\s*['\"]?)(?P<value>[
 def is_secret_name(key: str) -> bool:
     """Whether a value under this name is one that people would not want on a page: `hf_token` yes, `max_tokens` no."""
     words = [word.lower() for word in _WORDS.findall(key)]
+    while words and words[-1].isdigit():  # "hf_token_2", and the number of a key that was there already
+        words.pop()
     return (
         bool(_SECRET_WORDS.intersection(words))
         or bool(_SECRET_PAIRS.intersection(pairwise(words)))
-        or (bool(words) and words[-1] in _TOKEN_TAILS and len(words) > 1)
+        or (len(words) > 1 and words[-1] in _TOKEN_TAILS)
     )
 
 

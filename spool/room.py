@@ -63,7 +63,11 @@ class Room:
         limit = self._limits.max_bytes
         if limit is not None:
             if now_s - self._measured_s >= MEASURE_RUN_EACH_S:
-                self._measured_s, self._run_bytes, self._written_bytes = now_s, _size_bytes(self._folder.parent), written_bytes
+                self._measured_s, self._run_bytes, self._written_bytes = (
+                    now_s,
+                    _size_bytes(self._folder.parent),
+                    written_bytes,
+                )
             left = limit - self._run_bytes - (written_bytes - self._written_bytes)
             refused = _refused(left, limit // 20, floor=1)
             if len(refused) > len(self.refused):

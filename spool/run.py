@@ -24,6 +24,7 @@ from spool.writer import Writer
 STATUSES = ("finished", "failed", "preempted", "killed")
 _STEPS = range(-(2**63), 2**63)
 _MAX_HASHED_BYTES = 1 << 30
+_REJOIN_EACH_S = 10.0
 _OF_SPAN = ("trace_id", "span_id", "parent_id", "start", "end")
 """Made by us, and never masked: a pattern that hits an id would tear the tree apart."""
 
@@ -66,7 +67,8 @@ class Run:
         self._masked = 0
         self._writer: Writer | None = self._open_writer(continues)
         self._forked = self._writer
-        self._rejoining = threading.Lock()
+        self._rejoining = threading.RLock()
+        self._rejoin_after_s = 0.0
         process.opened(self)
 
     def _open_writer(self, continues: dict[str, Any] | None = None) -> Writer:
@@ -222,7 +224,7 @@ class Run:
         error = writer.close(time.time_ns(), [format.event_body("finish", jsonable(body, Notes()))])
         process.closed(self)
         if self.is_lead:
-            lost = f", {writer.counts['lost']} lost to a full or failing disk" if writer.counts["lost"] else ""
+            lost = f", {writer.lost} lost to a full or failing disk" if writer.lost else ""
             warn(f"{status}, {writer.seq} records by this process in {self.path}{lost}")
             warn(f"to replay: spool-sync {self.path.parent} --to mlflow --run {self.id}")
         if error is not None and self._strict:
@@ -235,9 +237,10 @@ class Run:
 
     def _roster(self, own: Writer) -> dict[str, Any]:
         """Every writer of the run and how far it had got: what a reader of a copy needs to know that it has all."""
-        roster = {
-            path.name: {"seq": layout.last(path).seq} for path in layout.writers(self.path) if path.name != own.id
-        }
+        roster: dict[str, Any] = {}
+        with suppress(OSError):  # the folder is gone, or the disk: the finish is tried all the same
+            for path in layout.writers(self.path):
+                roster[path.name] = {"seq": layout.last(path).seq}
         return {**roster, own.id: own.head()}
 
     # --- how
@@ -259,15 +262,21 @@ class Run:
             raise WriteError(f"{writer.path}: could not write ({error})") from error
 
     def _rejoin(self) -> Writer:
-        """The first record of a forked child: it becomes a new writer of the same attempt, and cannot finish the run."""
+        """The first record of a forked child: it becomes a new writer of the same attempt, and cannot finish the run.
+
+        Where the disk does not let it, its records are counted, and it tries again at times.
+        """
         with self._rejoining:
-            if self._writer is None:
+            now_s = time.monotonic()
+            if self._writer is None and now_s >= self._rejoin_after_s:
+                self._rejoin_after_s = now_s + _REJOIN_EACH_S  # first: a `__del__` may log while the journal is begun
                 try:
                     self._writer = self._open_writer()
                 except OSError as error:
                     self._forked.refuse(f"this forked process cannot begin a journal of its own: {error}")
-                    return self._forked
-        return self._writer
+                else:
+                    self._writer.take_losses(self._forked)
+            return self._writer or self._forked
 
     def _step(self, step: object) -> int | None:
         number, taken = step_number(step)
@@ -299,7 +308,7 @@ class Run:
         if self._writer is not None:
             self._writer.abandon()
             self._forked, self._writer = self._writer, None
-            self._rejoining = threading.Lock()
+            self._rejoining, self._rejoin_after_s = threading.RLock(), 0.0
 
     def __enter__(self) -> "Run":
         return self

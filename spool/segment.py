@@ -189,6 +189,10 @@ class Segment:
         journal = self.folder.parent / format.journal_name(self.manifest["number"])
         return [Damage(path=str(journal), **one) for one in self.manifest["damaged"]]
 
+    @property
+    def manifest_path(self) -> Path:
+        return self.folder / format.MANIFEST_FILE
+
     def damage(self) -> list[Damage]:
         """Files that are not what the manifest says, or not there."""
         found = []

@@ -20,22 +20,38 @@ class RunStatus:
 
 
 def run_status(run: Path) -> RunStatus:
-    attempts = layout.attempts(run)
-    headers = {writer: layout.header(writer) for writer in layout.writers(run)}
-    latest = [
-        (header, layout.last(writer))
-        for writer, header in headers.items()
-        if attempts and header.get("attempt", {}).get("id") == attempts[-1].id
-    ]
-    for header, last in latest:
+    return status_of(layout.glance(run))
+
+
+def status_of(writers: list[layout.Glance]) -> RunStatus:
+    attempts = layout.order_attempts([writer.header for writer in writers])
+    latest = [writer for writer in writers if attempts and _attempt(writer) == attempts[-1].id]
+    for _, header, last in latest:
         if header.get("lead") and last.end is not None and "ts" in last.end:
             return RunStatus(last.end["status"], last.end["ts"])
-    alive = [is_alive(header, last) for header, last in latest if last.end is None or "ts" not in last.end]
+    alive = [is_alive(header, last) for _, header, last in latest if last.end is None or "ts" not in last.end]
     if True in alive:
         return RunStatus("running")
     if alive and None not in alive:
-        return RunStatus("failed", max(last.ts for _, last in latest), proven_death=True)
+        return RunStatus("failed", max(writer.last.ts for writer in latest), proven_death=True)
     return RunStatus("unknown")
+
+
+def why_not_over(writers: list[layout.Glance]) -> str | None:
+    """Why records may still come; None once the lead has finished or all are provably dead, and nobody is seen writing."""
+    status = status_of(writers)
+    for path, header, last in writers:
+        if last.end is None or "ts" not in last.end:
+            alive = is_alive(header, last)
+            if alive:
+                return f"{path.name} is still writing (process {header['pid']} on this machine)"
+            if alive is None and (status.proven_death or status.state == "unknown"):
+                return f"no finish record, and the death of {path.name} cannot be proven from this machine"
+    return None if status.end_ns is not None else "no finish record, and no writer that could be proven dead"
+
+
+def _attempt(writer: layout.Glance) -> object:
+    return writer.header.get("attempt", {}).get("id")
 
 
 def is_alive(header: dict[str, object], last: layout.Last) -> bool | None:

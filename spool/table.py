@@ -176,7 +176,7 @@ class _Builder:
         self._common, self._own = self._columns[: len(format.COMMON)], self._columns[len(format.COMMON) :]
         self._counts: list[int] = []
         self._positions: list[tuple[Any, ...]] = []
-        self._texts = [column for column in self._own if isinstance(column, _Strings)]
+        self._texts = [column for column in self._own if isinstance(column, (_Strings, _Dictionary))]
 
     def _kinds(self) -> list[str]:
         names = {one: kind for kind, one in _TYPES.items()}
@@ -289,6 +289,7 @@ class _Strings:
 class _Dictionary:
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
+        self.size_bytes = 0
         self._indices = array("i")
         self._known = bytearray()
         self._last: Sequence[Any] = ()
@@ -307,7 +308,10 @@ class _Dictionary:
         self._known += b"1" * len(values)
 
     def repeat(self, value: Any, count: int) -> None:
-        place = 0 if value is None else self._places.setdefault(value, len(self._places))
+        if value is not None and value not in self._places:
+            self._places[value] = len(self._places)
+            self.size_bytes += len(value.encode())
+        place = 0 if value is None else self._places[value]
         self._indices.extend(array("i", [place]) * count)
         self._known += (b"0" if value is None else b"1") * count
 

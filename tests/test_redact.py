@@ -8,6 +8,8 @@ from spool.redact import MASK, is_secret_name, mask_text, mask_tree
 
 SECRETS = [
     "hf_token",
+    "hf_token_2",
+    "HF_TOKEN (2)",
     "api_key",
     "apiKey",
     "AWS_SECRET_ACCESS_KEY",

@@ -173,40 +173,6 @@ def test_a_run_given_to_another_process_says_what_to_do(tmp_path):
         pickle.dumps(begin(tmp_path))
 
 
-def test_two_runs_in_one_process_do_not_mix(tmp_path):
-    one, two = begin(tmp_path), begin(tmp_path)
-    assert one.id != two.id
-    one.log({"a": 1.0})
-    two.log({"a": 2.0})
-    one.finish()
-    two.log({"a": 3.0})
-    assert [row["value"] for row in rows(one)] == [1.0]
-    assert [row["value"] for row in rows(two)] == [2.0, 3.0]
-    assert (reader(one).status().state, reader(two).status().state) == ("finished", "running")
-
-
-def test_finishing_twice_changes_nothing(tmp_path, capfd):
-    run = begin(tmp_path)
-    run.log({"a": 1.0})
-    run.finish("failed")
-    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    run.finish()
-    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
-    assert reader(run).status().state == "failed"
-    assert capfd.readouterr().err.count("to replay") == 1
-
-
-def test_a_log_after_finish_is_refused_with_a_warning(tmp_path, capfd):
-    run = begin(tmp_path)
-    run.finish()
-    run.log({"a": 1.0})
-    with run.span("late"):
-        run.tag(a=1)
-    assert rows(run) == []
-    assert reader(run).status().state == "finished"
-    assert "the run is finished" in capfd.readouterr().err
-
-
 def test_an_unknown_status_is_refused(tmp_path):
     run = begin(tmp_path)
     with pytest.raises(ValueError, match="one of finished, failed, preempted, killed"):

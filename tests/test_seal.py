@@ -15,8 +15,8 @@ from journals import begin, begin_without_thread, copy_of, journal_path, own_wri
 import spool
 from spool import cli, format, seal
 from spool.errors import SealError
-from spool.room import BALLAST_FILE
 from spool.reader import WriterReader
+from spool.room import BALLAST_FILE
 
 
 @pytest.fixture
@@ -77,7 +77,10 @@ def test_sealing_removes_what_a_killed_seal_left(run):
     leftover.mkdir()
     (leftover / "metrics.parquet.part").write_bytes(b"half")
     seal.seal(journal_path(run))
-    assert sorted(path.name for path in journal_path(run).parent.iterdir() if path.name != BALLAST_FILE) == ["000001", "000001.jsonl"]
+    assert sorted(path.name for path in journal_path(run).parent.iterdir() if path.name != BALLAST_FILE) == [
+        "000001",
+        "000001.jsonl",
+    ]
 
 
 def test_a_sealed_journal_is_removed_only_when_its_segment_holds_all_of_it(run):
@@ -197,7 +200,10 @@ def test_a_sealing_child_killed_at_any_moment_loses_nothing(run, seed):
     assert reader(run).damage() == []
     seal.seal(journal_path(run))
     assert all_rows(run) == before
-    assert sorted(path.name for path in journal_path(run).parent.iterdir() if path.name != BALLAST_FILE) == ["000001", "000001.jsonl"]
+    assert sorted(path.name for path in journal_path(run).parent.iterdir() if path.name != BALLAST_FILE) == [
+        "000001",
+        "000001.jsonl",
+    ]
 
 
 FILE_STEPS = ["sync_file", "sync_folder", "rename_new", "_give_to_group"]

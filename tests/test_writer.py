@@ -304,7 +304,9 @@ def losses(run: spool.Run) -> list[dict]:
 
 
 @pytest.mark.parametrize("short", [True, False])
-def test_what_a_full_disk_does_not_take_waits_in_memory_and_is_written_in_order_later(tmp_path, monkeypatch, capfd, short):
+def test_what_a_full_disk_does_not_take_waits_in_memory_and_is_written_in_order_later(
+    tmp_path, monkeypatch, capfd, short
+):
     run = begin_without_thread(tmp_path)
     run.log({"a": 0.0})
     size = journal_path(run).stat().st_size
@@ -329,10 +331,10 @@ def test_what_a_full_disk_does_not_take_waits_in_memory_and_is_written_in_order_
 
 
 def test_losses_up_to_the_end_are_counted_before_the_finish_which_stays_the_last_record(tmp_path, monkeypatch):
-    monkeypatch.setattr("spool.backlog.MAX_BYTES", 100)
+    monkeypatch.setattr("spool.backlog.MAX_BYTES", 1000)
     run = begin(tmp_path)
     monkeypatch.setattr(files, "write", FullDisk(0, short=False))
-    run.log({"a": 1.0, "long": "x" * 100})
+    run.log({"a": 1.0, "long": "x" * 1000})
     run.log({"a": 2.0})
     monkeypatch.undo()
     run.finish()
