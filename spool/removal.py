@@ -168,9 +168,8 @@ def finish(trash: Path) -> None:
     if run_file.is_file():
         if layout.fingerprint(trash) != fingerprint:
             _put_back(trash, trash.with_name(name))
-        files.remove(
-            run_file
-        )  # durable before anything else goes: without a run.json it is known to have been looked at
+        # Durable before anything else goes: what has no run.json any more has been found to be what was proven.
+        files.remove(run_file)
     files.remove(trash)
 
 

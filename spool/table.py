@@ -83,7 +83,7 @@ class _Repeated(NamedTuple):
     """One value for all rows of a record."""
 
     value: Any
-    count: int
+    times: int
 
 
 _Values = Sequence[Any] | _Repeated

@@ -8,6 +8,7 @@ import pytest
 
 SMALL = {
     "disk_bytes": ["--steps", "5", "--random-records", "5"],
+    "full_disk": ["--rounds", "1"],
     "log_cost": ["--calls", "40", "--journal-bytes", "100000"],
     "log_while_sealing": ["--rounds", "1", "--journal-bytes", "100000"],
     "ls_speed": ["--runs", "2", "--rounds", "1"],

@@ -585,3 +585,17 @@ def test_at_its_end_a_run_takes_as_many_journals_as_what_waits_needs(tmp_path, m
     tally.check(losses=False)
     assert int(journal_path(run).stem) >= 5
     assert reader(run).status().state == "finished"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("unsealed")
+def test_a_long_journal_that_nothing_can_follow_ends_all_the_same(tmp_path, monkeypatch):
+    run = begin_without_thread(tmp_path)
+    tally = Tally(run, pad=10_000)
+    tally.log(10)
+    with monkeypatch.context() as disk:
+        disk.setattr(files, "write", Faulty("write", errno.EIO))
+        tally.log(2)
+        run.finish()
+    assert reader(run).status().state != "finished"
+    assert reader(run).damage() == []

@@ -404,6 +404,17 @@ def test_what_is_left_is_removed_although_it_was_the_last_run(root):
     assert visible(root) == []
 
 
+def test_run_json_goes_first_and_for_good_before_anything_else_does(root, monkeypatch):
+    steps = []
+    for name in ("unlink", "sync_folder"):
+        real = getattr(files, name)
+        monkeypatch.setattr(files, name, lambda path, name=name, real=real: (steps.append((name, path)), real(path)))
+    gc(root)
+    in_trash = [(name, path) for name, path in steps if ".trash-run-1-" in str(path)]
+    assert [(name, path.name) for name, path in in_trash[:1]] == [("unlink", "run.json")]
+    assert in_trash[1] == ("sync_folder", in_trash[0][1].parent)
+
+
 def test_trash_that_is_not_what_was_proven_is_put_back(root):
     trash = root / f".trash-run-1-{layout.fingerprint(root / 'run-1')}"
     (root / "run-1").rename(trash)

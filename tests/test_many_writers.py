@@ -272,7 +272,7 @@ def test_children_forked_in_the_middle_of_other_threads_calls_are_writers_of_the
 
 @pytest.mark.slow
 def test_many_children_forked_in_the_middle_of_other_threads_calls_are_writers_of_their_own(tmp_path):
-    check_forks(tmp_path, 200)
+    check_forks(tmp_path, 100)
 
 
 def test_threads_and_asyncio_tasks_share_one_writer_without_a_gap(tmp_path):
