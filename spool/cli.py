@@ -97,7 +97,8 @@ def verify(spool: Path, names: tuple[str, ...], accept: bool, state_dir: Path | 
     """Check every byte: checksums, sequence, hashes, and that no journal, segment or writer is absent.
 
     Works on a read-only copy, on any machine. Exit 3 when anything is damaged or absent. What is absent from an incomplete
-    copy is named, to be fetched from where it came from. Damage that has been accepted is listed, and does not count.
+    copy is named, to be fetched from where it came from. Damage that has been accepted is listed, and does not count; nor do
+    records that a full disk did not take: their number was recorded, and is printed.
     """
     results = []
     for run in _chosen(spool, names):
@@ -108,6 +109,7 @@ def verify(spool: Path, names: tuple[str, ...], accept: bool, state_dir: Path | 
             accepted.add(damage)
         new = [one for one in damage if one not in accepted]
         records = sum(writer.last_seq for writer in writers)
+        losses = run.losses(writers)
         results.append(
             {
                 "run": run.id,
@@ -115,6 +117,7 @@ def verify(spool: Path, names: tuple[str, ...], accept: bool, state_dir: Path | 
                 "records": records,
                 "damage": [_plain(one) for one in new],
                 "accepted": [_plain(one) for one in damage if one in accepted],
+                "losses": [asdict(one) for one in losses],
             }
         )
         if not as_json:
@@ -123,6 +126,8 @@ def verify(spool: Path, names: tuple[str, ...], accept: bool, state_dir: Path | 
             )
             for one in damage:
                 click.echo(f"  {'' if one in new else 'accepted: '}{printable(str(one))}")
+            for loss in losses:
+                click.echo(f"  recorded: {printable(str(loss))}")
     if as_json:
         click.echo(format.dump_json(results).decode(), nl=False)
     sys.exit(3 if any(one["damage"] for one in results) else 0)
@@ -202,7 +207,14 @@ def show(spool: Path, name: str, as_json: bool) -> None:
         {"attempt": one.id, "continues": one.continues, "resumed_from_step": one.resumed_from_step}
         for one in run.attempts()
     ]
-    found = {**_summary(run), "path": str(run.path), "attempt_list": attempts, "metrics": dict(sorted(last.items()))}
+    losses = run.losses()
+    found = {
+        **_summary(run),
+        "path": str(run.path),
+        "attempt_list": attempts,
+        "losses": [asdict(one) for one in losses],
+        "metrics": dict(sorted(last.items())),
+    }
     if as_json:
         click.echo(format.dump_json(jsonable(found, Notes())).decode(), nl=False)  # NaN is a word, not null
         return
@@ -212,6 +224,8 @@ def show(spool: Path, name: str, as_json: bool) -> None:
         continued = f" continues {one['continues']}" if one["continues"] else ""
         continued += f" from step {one['resumed_from_step']}" if one["resumed_from_step"] is not None else ""
         click.echo(printable(f"{'attempt':<12}{one['attempt']}{continued}"))
+    for loss in losses:
+        click.echo(printable(f"{'loss':<12}{loss}"))
     for key, value in found["metrics"].items():
         step = "no step" if value["step"] is None else f"step {value['step']}"
         click.echo(printable(f"{key:<40} {step}: {value['value']}"))

@@ -74,7 +74,8 @@ def init(
     project = project or os.environ.get("SPOOL_PROJECT")
     experiment = experiment or os.environ.get("SPOOL_EXPERIMENT")
     wanted = _wanted_run(root, run_id, project)
-    try:
+
+    def enter() -> Run:
         return _enter(
             root,
             wanted,
@@ -90,6 +91,14 @@ def init(
             limits,
             strict,
         )
+
+    try:
+        try:
+            return enter()
+        except FileNotFoundError:
+            if wanted is None or (root / wanted).is_dir():
+                raise
+            return enter()  # `spool gc` removed the run between our look and our folder: what there is now decides
     except OSError as error:
         raise NotASpoolError(
             f"{error.filename or root}: cannot write the spool here ({error.strerror or error}); choose another folder with dir= or SPOOL_DIR"

@@ -161,3 +161,13 @@ def test_messages_name_only_options_that_exist() -> None:
                 named |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", line.partition("spool-sync")[2]))
     assert {"--to", "--run"} <= named
     assert named <= options
+
+
+def test_every_test_that_the_guarantees_name_exists():
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`(?: \((slow)\))?", (ROOT / "docs" / "guarantees.md").read_text())
+    assert len(named) > 150
+    for path, name, slow in named:
+        text = (ROOT / path).read_text()
+        found = re.search(rf"^(?P<marks>(?:@.*\n|    .*\n|\)\n|\]\n)*)def {name}\(", text, re.MULTILINE)
+        assert found, f"{path}::{name}"
+        assert ("pytest.mark.slow\n" in found["marks"]) == bool(slow), f"{path}::{name} is marked otherwise"

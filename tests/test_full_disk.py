@@ -233,8 +233,8 @@ def test_a_child_forked_on_a_full_disk_trains_on_and_its_own_journal_begins_with
     pid = os.fork()
     if pid == 0:
         tried = []
-        real = files.make_folder
-        files.make_folder = lambda path: tried.append(path) or real(path)
+        real = files.make_one_folder
+        files.make_one_folder = lambda path: tried.append(path) or real(path)
         tally = Tally(run)
         tally.log(5)
         assert len(tried) == 1  # not at each record: a try takes several syncs

@@ -27,6 +27,7 @@ HEADER = {"run": "r", "attempt": {"id": "1-000000", "number": 1}, "lead": True}
 
 @pytest.fixture
 def writer(tmp_path):
+    (tmp_path / "run").mkdir()
     made = Writer(tmp_path / "run" / "writer", HEADER, "os")
     yield made
     made.close()
@@ -274,7 +275,7 @@ def test_a_forked_child_that_cannot_begin_a_journal_goes_on_training(tmp_path, c
 
     pid = os.fork()
     if pid == 0:
-        files.make_folder = no_room
+        files.make_one_folder = no_room
         run.log({"a": 1.0})
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
