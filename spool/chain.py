@@ -122,9 +122,9 @@ def _absence(
     numbers = range(last_number(before) + 1 if before is not None else 1, first_number(part))
     absent = [number for number in numbers if number not in here]
     if absent:
-        names = [format.segment_name(number) for number in dict.fromkeys((absent[0], absent[-1]))]
-        fetch = place(folder / " to ".join(names), 3)
-        return Damage(str(folder / names[0]), 0, 0, "a journal or its segment", first, last, fetch)
+        begin, end = format.segment_name(absent[0]), format.segment_name(absent[-1])
+        names = begin if begin == end else f"{{{begin}..{end}}}"  # as a shell expands it
+        return Damage(str(folder / begin), 0, 0, "a journal or its segment", first, last, place(folder / names, 3))
     if numbers:
         return _unread(here[numbers[0]], first, last)
     length = _length_in_next(part)

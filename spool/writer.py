@@ -77,7 +77,9 @@ class Writer:
         self._sealer = seal.Sealer()
         self._is_closed = False
         self._init_hindrances()
-        files.make_one_folder(folder)  # never its parent: a run that `spool gc` has just removed must not come back without its run.json
+        files.make_one_folder(
+            folder
+        )  # never its parent: a run that `spool gc` has just removed must not come back without its run.json
         files.sync_folder(folder.parent)
         self._number = 1
         self._begin()

@@ -143,7 +143,7 @@ def test_segments_are_merged_up_to_a_size(source, tmp_path, monkeypatch):
     shutil.rmtree(there.path / "000001")
     (damage,) = WriterReader(there.path).damage()
     assert (damage.first_seq, damage.last_seq) == (1, parts[1].last_seq)
-    assert damage.fetch == f"run-1/{there.id}/000001 to 000002"
+    assert damage.fetch == f"run-1/{there.id}/{{000001..000002}}"
 
 
 def test_many_small_batches_become_few_row_groups(tmp_path):

@@ -180,7 +180,14 @@ def test_a_process_killed_on_a_full_disk_leaves_word_that_records_are_missing(tm
     assert metrics == list(range(len(metrics)))
     assert 5 < len(metrics) < said["steps"]
     assert run.damage() == []
-    assert subprocess.run([bin_folder / "spool", "verify", str(disk / "spool")], check=False).returncode == 0
+    for command, place in (("verify",), "  recorded: "), (("show", "--run", said["run"]), "loss        "):
+        words = [bin_folder / "spool", command[0], str(disk / "spool"), *command[1:]]
+        printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        assert f"{place}{loss}\n" in printed
+        shown = json.loads(subprocess.run([*words, "--json"], capture_output=True, check=True).stdout)
+        [told] = shown[0]["losses"] if command[0] == "verify" else shown["losses"]
+        assert told["is_open"]
+        assert told["reason"] == loss.reason
 
 
 @pytest.mark.usefixtures("fast")

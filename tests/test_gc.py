@@ -18,6 +18,7 @@ from spool import acceptance, claim, cursor, files, format, layout, removal
 from spool.cli import main
 from spool.errors import RemoveError
 from spool.reader import WriterReader
+from spool.writer import Writer
 
 
 def call(*arguments):
@@ -478,6 +479,36 @@ def test_a_run_begun_anew_under_the_name_is_not_mixed_with_what_is_put_back(root
     (trash,) = root.glob(".trash-run-1-*")
     assert (trash / "run.json").exists()
     assert len(layout.writers(trash)) == 2
+
+
+def removed_once_seen(monkeypatch, run):
+    """`spool gc` takes the run away after an init has looked at it, and before that has made its writer."""
+    real = Writer.__init__
+
+    def begin(self, *arguments, **options):
+        monkeypatch.setattr(Writer, "__init__", real)
+        shutil.rmtree(run)
+        real(self, *arguments, **options)
+
+    monkeypatch.setattr(Writer, "__init__", begin)
+
+
+def test_a_run_removed_while_it_is_resumed_does_not_come_back_without_its_run_json(root, monkeypatch):
+    removed_once_seen(monkeypatch, root / "run-1")
+    run = spool.init(dir=root, run_id="run-1", resume=True, project="p")
+    run.log({"a": 1.0}, step=1)
+    run.finish()
+    found = spool.open(root).run("run-1")
+    assert found.damage() == []
+    assert [one.number for one in found.attempts()] == [1]
+    assert found.metrics()["value"].to_pylist() == [1.0]
+
+
+def test_a_run_removed_while_it_must_be_resumed_is_unknown(root, monkeypatch):
+    removed_once_seen(monkeypatch, root / "run-1")
+    with pytest.raises(spool.UnknownRunError, match="no run run-1 to resume"):
+        spool.init(dir=root, run_id="run-1", resume="must")
+    assert not (root / "run-1").exists()
 
 
 # --- disks
