@@ -114,7 +114,7 @@ def main() -> None:
 def waiting(run: Run) -> tuple[int, int]:
     """Records in memory, records lost."""
     writer = run._writer  # noqa: SLF001 - no interface of ours tells it
-    return (len(writer._backlog), writer.lost) if writer else (0, 0)  # noqa: SLF001 - as above
+    return (len(writer._deferred.backlog), writer.lost) if writer else (0, 0)  # noqa: SLF001 - as above
 
 
 def measure(folder: Path, disk: Path, fill: Callable[[], object], rounds: int) -> None:

@@ -167,7 +167,7 @@ def rotates(folder: Path, told: int) -> None:
     for call in Stream("c").calls(run):
         call()
         os.write(told, b"c")
-        if run._writer._number >= 3:
+        if run._writer._live.number >= 3:
             return
         time.sleep(0.001)
 

@@ -68,10 +68,10 @@ def unsealed(monkeypatch) -> None:
 def recover(run: spool.Run) -> None:
     """As after some time: the background looks again, and no back-off holds it up."""
     for _ in range(3):
-        run._writer._retry_after_s = 0.0
+        run._writer._deferred._retry_after_s = 0.0
         run._writer._tick()
-    assert not run._writer._is_hindered
-    assert len(run._writer._backlog) == 0
+    assert not run._writer._deferred.is_hindered
+    assert len(run._writer._deferred.backlog) == 0
 
 
 @pytest.mark.usefixtures("unsealed")
@@ -153,7 +153,7 @@ def test_an_init_that_a_disk_fails_is_one_sentence_and_the_next_one_works(tmp_pa
         run = begin(tmp_path)
     tally = Tally(run)
     tally.log(2)
-    until(lambda: not run._writer._is_hindered)
+    until(lambda: not run._writer._deferred.is_hindered)
     run.finish()
     tally.check(losses=False)
     assert all(one.damage() == [] for one in Spool(run.path.parent).runs())
@@ -229,13 +229,13 @@ def test_threads_that_log_while_a_disk_comes_and_goes_each_keep_their_order(tmp_
         time.sleep(0.03)
         disk.code = 0
         seen = disk.taken
-        run._writer._retry_after_s = 0.0
+        run._writer._deferred._retry_after_s = 0.0
         until(lambda seen=seen: disk.taken > seen)
     is_over.set()
     for thread in threads:
         thread.join()
-    run._writer._retry_after_s = 0.0
-    until(lambda: not run._writer._is_hindered)
+    run._writer._deferred._retry_after_s = 0.0
+    until(lambda: not run._writer._deferred.is_hindered)
     run.finish()
     found = reader(run)
     lost = sum((Counter(one.records) for one in found.losses()), Counter())
@@ -309,7 +309,7 @@ def test_a_finish_from_a_signal_handler_inside_a_flush_does_not_wait_for_itself(
     def sync_data(descriptor: int) -> None:
         if threading.current_thread() is threading.main_thread():
             monkeypatch.setattr(files, "sync_data", real)
-            run._writer._give_up("a new journal is wanted")  # the background thread asks for the lock
+            run._writer._deferred._give_up("a new journal is wanted")  # the background thread asks for the lock
             time.sleep(0.05)
             signal.raise_signal(signal.SIGUSR1)
         real(descriptor)
@@ -383,8 +383,8 @@ def test_what_waits_in_memory_takes_no_more_than_its_bound(tmp_path, monkeypatch
         run.log({"a": step / 3}, step=step)
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert run._writer._backlog.size_bytes <= bound
-    assert run._writer._backlog.lost["metrics"] > 10_000
+    assert run._writer._deferred.backlog.size_bytes <= bound
+    assert run._writer._deferred.backlog.lost["metrics"] > 10_000
     assert bound / 2 < held <= 1.1 * bound
 
 
@@ -469,7 +469,7 @@ def test_strict_raises_keeps_nothing_and_counts_it_all_the_same(tmp_path, monkey
             for _ in range(3):
                 with pytest.raises(spool.WriteError, match="could not write"):
                     run.log({"a": 1.0}, step=-1)
-            assert len(run._writer._backlog) == 0
+            assert len(run._writer._deferred.backlog) == 0
         recover(run)
         tally.log(2)
     run.finish()
@@ -495,7 +495,7 @@ def test_a_dying_disk_is_not_strewn_with_journals(tmp_path, monkeypatch):
     assert 5 < len(begun) < 20
     clock[0] += 61
     run._writer._tick()
-    assert not run._writer._is_hindered
+    assert not run._writer._deferred.is_hindered
     assert len(list(run._writer.folder.glob("*.jsonl"))) == 2
     tally.check(losses=False)
 
@@ -508,7 +508,7 @@ def test_a_writer_on_a_full_disk_still_says_that_it_is_alive_and_counts_no_loss_
         disk.setattr("spool.writer.ALIVE_AFTER_S", 0)
         run._writer._ticked_seq = run._writer.seq
         run._writer._tick()
-    assert len(run._writer._backlog) == 1
+    assert len(run._writer._deferred.backlog) == 1
     recover(run)
     run.finish()
     assert reader(run).losses() == []
@@ -556,7 +556,7 @@ def test_a_loss_that_is_open_stays_so_until_its_end_is_recorded(tmp_path, monkey
     assert [one.is_open for one in reader(run).losses()] == [True]
     run._writer._tick()
     assert reader(run).losses() == []
-    assert not run._writer._is_hindered
+    assert not run._writer._deferred.is_hindered
     tally.check(losses=False)
 
 
@@ -572,7 +572,7 @@ def test_a_journal_that_took_much_is_followed_by_the_next_without_a_wait(tmp_pat
         for _ in range(20):
             tally.log(10)
             run._writer._tick()
-        assert len(run._writer._backlog) == 0
+        assert len(run._writer._deferred.backlog) == 0
     assert int(journal_path(run).stem) >= 3
     run.finish()
     tally.check(losses=False)

@@ -107,7 +107,7 @@ def test_what_a_full_disk_drops_is_counted_and_what_fits_again_is_written_again(
     until(lambda: [one.is_open for one in reader(run).losses()] == [True])
     filler.unlink()
     tally.log(50)
-    until(lambda: not run._writer._is_hindered)
+    until(lambda: not run._writer._deferred.is_hindered)
     tally.log(50)
     run.finish()
     lost = tally.check(losses=True)
@@ -133,7 +133,7 @@ def test_episodes_that_follow_one_another_are_each_written_and_counted(tmpfs):
         tally.log(300)
         until(lambda: reader(run).losses()[-1:] and reader(run).losses()[-1].is_open)
         filler.unlink()
-        until(lambda: not run._writer._is_hindered)
+        until(lambda: not run._writer._deferred.is_hindered)
         tally.log(5)
     run.finish()
     tally.check(losses=True)
@@ -217,7 +217,7 @@ def test_a_fork_while_records_wait_in_memory_writes_them_once(tmpfs):
     tally = Tally(run)
     filler = fill(disk)
     tally.log(50)
-    until(lambda: run._writer._full)
+    until(lambda: run._writer._deferred.full)
     filler.unlink()
     pid = os.fork()
     if pid == 0:
@@ -225,7 +225,7 @@ def test_a_fork_while_records_wait_in_memory_writes_them_once(tmpfs):
         run.finish()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    until(lambda: not run._writer._is_hindered)
+    until(lambda: not run._writer._deferred.is_hindered)
     run.finish()
     found = reader(run)
     check(found, all_of(53), losses=False)
@@ -319,7 +319,7 @@ def test_spans_wait_for_the_reserve_and_are_written_when_it_is_back(tmpfs, monke
     assert "see SPOOL_RESERVE_BYTES" in found.losses()[0].reason
     checkpoint.unlink()
     run._writer._tick()
-    assert not run._writer._is_hindered
+    assert not run._writer._deferred.is_hindered
     run.finish()
     tally.check(losses=False)
     assert "see SPOOL_RESERVE_BYTES" in capfd.readouterr().err
@@ -395,9 +395,9 @@ def test_a_disk_that_turns_read_only_ends_no_training_and_keeps_what_was_synced(
         run.flush()
         subprocess.run(["mount", "-o", "remount,abort", str(disk)], check=True)  # as the kernel does after a disk error
         tally.log(50)
-        until(lambda: run._writer._unwritable)
+        until(lambda: run._writer._live.unwritable)
         tally.log(500)
-        assert run._writer._backlog.size_bytes <= 200_000
+        assert run._writer._deferred.backlog.size_bytes <= 200_000
         run.finish()
         said = capfd.readouterr().err
         assert said.count("could not write") == 1

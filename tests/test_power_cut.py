@@ -21,6 +21,7 @@ from journals import Row, begin_without_thread, covered, whole_rows
 import spool
 from spool import claim, cursor, environment, files, format, layout, liveness, process, seal
 from spool.errors import NotASpoolError, SealError
+from spool.live import Held, LiveJournal
 from spool.run import Run
 from spool.writer import Writer
 
@@ -437,17 +438,17 @@ def flushes_during_a_rotation(story: Story) -> None:
     run = story.begin()
     story.goes_on()
     run.log({"loss": 0.25}, step=1)
-    real = writer_of(run)._switch
+    real = writer_of(run)._live._switch
 
-    def switch(new: int) -> bool:
-        switched = real(new)
+    def switch(new: int, held: Held) -> bool:
+        switched = real(new, held)
         run.log({"loss": 0.5}, step=2)
         run.flush()
         story.promise_logged(run, "flush() returned in the middle of a rotation")
         return switched
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer_of(run), "_switch", switch)
+        patch.setattr(writer_of(run)._live, "_switch", switch)
         writer_of(run)._rotate()
 
 
@@ -705,11 +706,11 @@ def no_sync_at_flush(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_sync_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    skips(monkeypatch, Writer, "_sync_record")
+    skips(monkeypatch, LiveJournal, "_sync_record")
 
 
 def no_sync_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    skips(monkeypatch, Writer, "_sync")
+    skips(monkeypatch, LiveJournal, "sync")
 
 
 def folders_made_without_sync(monkeypatch: pytest.MonkeyPatch) -> None:

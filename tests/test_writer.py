@@ -250,7 +250,7 @@ def test_a_forked_child_is_another_writer_and_cannot_finish_the_run(tmp_path):
 
 def test_a_fork_after_the_finish_closes_no_other_file_and_begins_no_writer(tmp_path, capfd):
     run = begin(tmp_path)
-    old = run._writer._descriptor
+    old = run._writer._live._descriptor
     run.finish()
     other = os.open(tmp_path / "other", os.O_CREAT | os.O_WRONLY)
     if other != old:
