@@ -459,6 +459,35 @@ def test_metrics_are_written_first_when_there_is_room_again(tmp_path, monkeypatc
 
 
 @pytest.mark.usefixtures("unsealed")
+def test_what_waits_is_not_written_behind_a_record_that_was_torn_meanwhile(tmp_path, monkeypatch):
+    run = begin_without_thread(tmp_path, durability="os")
+    tally = Tally(run)
+    disk = Switch()
+    torn = []
+
+    def tear(_seconds: float) -> None:
+        """What another thread may do while the background leaves it the lock, between two chunks of what waits."""
+        if not torn:
+            with monkeypatch.context() as dying:
+                dying.setattr(files, "write", Faulty("write", errno.EIO, half=True))
+                dying.setattr(files, "truncate", Faulty("truncate", errno.EIO))
+                run.tag(torn="x")
+            torn.append(len(run._writer._deferred.backlog))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write", disk)
+        disk.code = errno.ENOSPC
+        tally.log(400)
+        disk.code = 0
+        patched.setattr("spool.deferred.time.sleep", tear)
+        run._writer._tick()
+    assert torn[0] > 0
+    recover(run)
+    run.finish()
+    tally.check(losses=False)
+
+
+@pytest.mark.usefixtures("unsealed")
 def test_strict_raises_keeps_nothing_and_counts_it_all_the_same(tmp_path, monkeypatch):
     run = begin_without_thread(tmp_path, strict=True)
     tally = Tally(run)

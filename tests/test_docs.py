@@ -112,6 +112,7 @@ def test_what_a_page_shows_runs(page: Path, tmp_path: Path, bin_folder: Path) ->
         where = f"{page_name(page)}:{block.line}"
         script = script_of(block)
         if script is not None:
+            script = ["timeout", "200", *script]  # ends what the script started too
             done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"{where}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
 
