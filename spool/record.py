@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from dataclasses import fields as dataclass_fields
 from decimal import Decimal
-from math import isnan
+from math import isnan, nan
 from operator import index
 from typing import Any
 
@@ -244,6 +244,8 @@ def jsonable(value: object, notes: Notes, redact: Redact = keep, depth: int = 0,
             return {key: jsonable(child, notes, redact, depth + 1, inner) for key, child in _distinct(items, notes)}
         elements, _ = ask(lambda: _elements(children))
         if elements is not None:
+            if _are_plain(elements):
+                return elements
             return [jsonable(child, notes, redact, depth + 1, inner) for child in elements]
     return clean_text(redact(_repr(value, notes)), notes)
 
@@ -264,6 +266,15 @@ def _elements(value: object) -> list[object] | None:
 
 
 _NOT_LISTS = (str, bytes, bytearray, memoryview, range)
+
+
+def _are_plain(elements: list[Any]) -> bool:
+    """Whether JSON holds all of these numbers as they are: token ids and log probabilities come by the thousand."""
+    kinds = set(map(type, elements))
+    if kinds == {int}:
+        return -MAX_EXACT_INT <= min(elements) and max(elements) <= MAX_EXACT_INT
+    total = sum(elements) if kinds == {float} else nan
+    return total - total == 0.0
 
 
 def _distinct(items: Iterable[tuple[object, object]], notes: Notes) -> Iterable[tuple[str, object]]:
