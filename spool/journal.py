@@ -95,13 +95,15 @@ class Scan:
     def last_record(self) -> dict[str, Any] | None:
         return next(self.records(self.last_seq - 1), None)
 
-    def records(self, after_seq: int = 0) -> Iterator[dict[str, Any]]:
-        """The records with seq > after_seq, decoded, in seq order."""
+    def records(self, after_seq: int = 0, marks: tuple[bytes, ...] = (b"",)) -> Iterator[dict[str, Any]]:
+        """The records with seq > after_seq, decoded, in seq order; only those whose line holds one of the marks."""
         with self.path.open("rb") as file:
             for seq, offset, length in zip(self.seqs, self.offsets, self.lengths, strict=True):
                 if seq > after_seq:
                     file.seek(offset)
-                    yield format.decode(file.read(length))
+                    line = file.read(length)
+                    if any(map(line.__contains__, marks)):
+                        yield format.decode(line)
 
 
 def last_line(path: Path) -> bytes | None:

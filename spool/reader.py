@@ -6,6 +6,7 @@ Order is (writer, seq), never the clock. Damage is listed by `damage()`; everyth
 import os
 from collections.abc import Container, Iterator
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -202,19 +203,24 @@ class WriterReader:
 
     def losses(self) -> list[Loss]:
         """By this writer's own word, an entry each time that its disk did not take everything."""
-        return loss.episodes(self.id, self._events("loss"))
+        return loss.episodes(self.id, ((ts, body) for kind, ts, body in self._notable if kind == "loss"))
 
     def saved_files(self) -> Iterator[tuple[str, str]]:
         """(name, sha256) of every file that was saved."""
-        for _, body in self._events("file"):
-            yield body["name"], body["sha256"]
+        for kind, _, body in self._notable:
+            if kind == "file":
+                yield body["name"], body["sha256"]
 
-    def _events(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(ns, body) of the events of one kind."""
+    @cached_property
+    def _notable(self) -> list[tuple[str, int, dict[str, Any]]]:
+        """(kind, ns, body) of the events that tell of losses and files: one pass for both."""
+        found = []
         for batch in self.batches("events"):
-            found = batch.filter(pc.equal(batch["kind"].cast(pa.string()), kind))
-            for ts, body in zip(found["ts"].cast(pa.int64()).to_pylist(), found["body"].to_pylist(), strict=True):
-                yield ts, format.load_json(body.encode())
+            rows = batch.filter(pc.is_in(batch["kind"].cast(pa.string()), value_set=pa.array(["loss", "file"])))
+            columns = (rows["kind"], rows["ts"].cast(pa.int64()), rows["body"])
+            for kind, ts, body in zip(*(column.to_pylist() for column in columns), strict=True):
+                found.append((kind, ts, format.load_json(body.encode())))
+        return found
 
     @property
     def last_seq(self) -> int:
@@ -244,7 +250,7 @@ class WriterReader:
             if isinstance(part, Segment):
                 yield from part.batches(name, done, max_rows)
             elif part is not None:
-                for _, batch in table.batches(part.records(done), identity, [name], max_rows):
+                for _, batch in table.batches(part.records(done, table.MARKS[name]), identity, [name], max_rows):
                     yield pa.Table.from_batches([batch])
             done = max(done, known.last_seq, part.last_seq if part is not None else 0)
 

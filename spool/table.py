@@ -27,6 +27,13 @@ _TYPES = {
     "timestamp": pa.timestamp("ns", tz="UTC"),
     "bool": pa.bool_(),
 }
+MARKS = {
+    "metrics": (b'"metrics"',),
+    "generations": (b'"generation"',),
+    "spans": (b'"span"',),
+    "events": (b'"event"', b'"replaced"'),
+}
+"""What the line of a record with rows of the table holds: who wants one table need not decode the lines of the others."""
 _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
