@@ -46,8 +46,8 @@ bench: setup
 	@for one in $(BENCHES); do echo "## bench/$$one.py"; $(BIN)/python bench/$$one.py || exit 1; done
 
 bench-peers: setup $(PEERS)/ready
-	@$(BIN)/python bench/peer_cost.py --python $(PEERS)/bin/python
-	@$(BIN)/python bench/disk_bytes.py --python $(PEERS)/bin/python --peers wandb mlflow
+	@$(BIN)/python bench/peer_cost.py --python $(CURDIR)/$(PEERS)/bin/python
+	@$(BIN)/python bench/disk_bytes.py --python $(CURDIR)/$(PEERS)/bin/python --peers wandb mlflow
 
 docs: setup
 	@$(BIN)/python docs/write_cli.py docs/cli.md

@@ -1,6 +1,6 @@
 """`spool verify` beside `sha256sum` over the same journals, in the same run.
 
-    python bench/verify_speed.py [--bytes N] [--rounds N]
+    python bench/verify_speed.py [--bytes N] [--metrics N] [--rounds N]
 
 A run of unsealed journals of 16 MiB each is verified and hashed in turn, with a warm page cache; both times hold the start
 of the process. The speed is bytes of the journals by seconds.
@@ -21,7 +21,7 @@ import os, signal, sys
 import spool, spool.writer, spool.seal
 spool.seal.Sealer.add = lambda *_: None
 run = spool.init(project="bench", experiment="verify", dir=sys.argv[1])
-data = {f"actor/metric_{place:02d}": place / 7 for place in range(50)}
+data = {f"actor/metric_{place:02d}": place / 7 for place in range(int(sys.argv[4]))}
 size, full, step = int(sys.argv[2]), int(sys.argv[3]), 0
 spool.writer.SEAL_BYTES = full
 while sum(path.stat().st_size for path in run.path.rglob("*.jsonl")) < size:
@@ -34,11 +34,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--bytes", type=int, default=256 << 20)
+    arguments.add_argument("--metrics", type=int, default=50, help="how many a record holds: 50 make lines of 1.7 KB")
     arguments.add_argument("--journal-bytes", type=int, default=spool.writer.SEAL_BYTES)
     arguments.add_argument("--rounds", type=int, default=7)
     chosen = arguments.parse_args()
     with workplace(chosen.folder) as folder:
-        command = [sys.executable, "-c", KILLED, str(folder), str(chosen.bytes), str(chosen.journal_bytes)]
+        command = [sys.executable, "-c", KILLED, str(folder), *map(str, (chosen.bytes, chosen.journal_bytes, chosen.metrics))]
         done = subprocess.run(command, capture_output=True, check=False)
         require(done.returncode == -signal.SIGKILL, f"the writer failed: {done.stderr.decode()}")
         journals = sorted(folder.rglob("*.jsonl"))

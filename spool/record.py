@@ -274,7 +274,7 @@ def _are_plain(elements: list[Any]) -> bool:
     if kinds == {int}:
         return -MAX_EXACT_INT <= min(elements) and max(elements) <= MAX_EXACT_INT
     total = sum(elements) if kinds == {float} else nan
-    return total - total == 0.0
+    return bool(total - total == 0.0)
 
 
 def _distinct(items: Iterable[tuple[object, object]], notes: Notes) -> Iterable[tuple[str, object]]:
