@@ -39,7 +39,13 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=7)
     chosen = arguments.parse_args()
     with workplace(chosen.folder) as folder:
-        command = [sys.executable, "-c", KILLED, str(folder), *map(str, (chosen.bytes, chosen.journal_bytes, chosen.metrics))]
+        command = [
+            sys.executable,
+            "-c",
+            KILLED,
+            str(folder),
+            *map(str, (chosen.bytes, chosen.journal_bytes, chosen.metrics)),
+        ]
         done = subprocess.run(command, capture_output=True, check=False)
         require(done.returncode == -signal.SIGKILL, f"the writer failed: {done.stderr.decode()}")
         journals = sorted(folder.rglob("*.jsonl"))

@@ -15,7 +15,8 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
 
 def back_off_s(failures: int) -> float:
     """How long to wait after that many failures in a row: half of an exponential, and up to as much again by chance, so that
-    many who failed at the same moment do not come back at the same moment."""
+    many who failed at the same moment do not come back at the same moment.
+    """
     longest = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(failures, 16))
     return longest / 2 + random.uniform(0, longest / 2)  # noqa: S311 - no secret
 
