@@ -17,6 +17,7 @@ cursor.
 """
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -76,6 +77,12 @@ def of_run(folder: Path, destination: str, run_id: str) -> list[Cursor]:
         if one.run_id == run_id:
             found.append(one)
     return found
+
+
+def discard(cursor: Cursor) -> None:
+    """Forget it: the run it tells of is not at the destination any more."""
+    with suppress(FileNotFoundError):
+        files.remove(cursor.path)
 
 
 def _parse(path: Path, content: bytes) -> Cursor:

@@ -272,7 +272,7 @@ def _are_plain(elements: list[Any]) -> bool:
     """Whether JSON holds all of these numbers as they are: token ids and log probabilities come by the thousand."""
     kinds = set(map(type, elements))
     if kinds == {int}:
-        return min(elements) >= -MAX_EXACT_INT and max(elements) <= MAX_EXACT_INT
+        return bool(min(elements) >= -MAX_EXACT_INT and max(elements) <= MAX_EXACT_INT)
     total = sum(elements) if kinds == {float} else nan
     return bool(total - total == 0.0)
 

@@ -1,8 +1,9 @@
-"""How far a replay is, on stderr: a bar on a terminal, plain lines elsewhere."""
+"""How far a sync is, on stderr: a bar on a terminal, a line a minute elsewhere. Used by several threads."""
 
 import sys
 import time
 from contextlib import ExitStack
+from threading import Lock
 from types import TracebackType
 
 import click
@@ -11,27 +12,33 @@ _LINE_EVERY_S = 60
 
 
 class Progress:
-    """`advance(n)` as n more records are behind us, of `total`."""
+    """`advance` as more records are behind us, of `total`."""
 
-    def __init__(self, label: str, total: int) -> None:
-        self._label, self._total, self._done = label, total, 0
-        self._said_at = time.monotonic()
-        self._stack = ExitStack()
+    def __init__(self, total: int, *, is_quiet: bool = False) -> None:
+        self._total, self._done, self._is_quiet = total, 0, is_quiet
+        self._began_s = self._said_at_s = time.monotonic()
+        self._stack, self._lock = ExitStack(), Lock()
         self._bar = None
-        if sys.stderr.isatty():
-            self._bar = self._stack.enter_context(click.progressbar(range(total), label=label, file=sys.stderr))
+        if sys.stderr.isatty() and not is_quiet:
+            self._bar = self._stack.enter_context(
+                click.progressbar(length=total, file=sys.stderr, item_show_func=lambda at: str(at or ""))
+            )
 
-    def advance(self, count: int) -> None:
-        self._done += count
-        if self._bar is not None:
-            self._bar.update(count)
-        elif time.monotonic() - self._said_at >= _LINE_EVERY_S:
-            self._said_at = time.monotonic()
-            click.echo(f"{self._label}: {self._done}/{self._total}", err=True)
+    def advance(self, run_id: str, table: str, count: int) -> None:
+        with self._lock:
+            self._done += count
+            now_s = time.monotonic()
+            if self._bar is not None:
+                self._bar.update(count, f"{run_id} {table}")
+            elif now_s - self._said_at_s >= _LINE_EVERY_S and not self._is_quiet:
+                self._said_at_s = now_s
+                rate = self._done / (now_s - self._began_s)
+                left_s = (self._total - self._done) / rate if rate else 0
+                click.echo(
+                    f"{run_id} {table}: {self._done}/{self._total}, {rate:.0f}/s, about {left_s:.0f} s left", err=True
+                )
 
     def __enter__(self) -> "Progress":
-        if self._bar is None:
-            click.echo(f"{self._label}: delivering", err=True)
         return self
 
     def __exit__(

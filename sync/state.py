@@ -13,6 +13,9 @@ import pyarrow.compute as pc
 
 from spool.reader import RunReader
 
+KINDS = ["tag", "config", "attempt"]
+"""Events that change what a run is as a whole."""
+
 
 @dataclass
 class RunState:
@@ -26,6 +29,8 @@ class RunState:
     """Folder of saved files, each under its sha256."""
     is_renamed: bool
     """The project was given on the command line: the user asks for that place, not for where the run may be already."""
+    is_again: bool
+    """A run that was deleted at the destination is passed over: the user asks for a new one."""
     config: dict[str, Any]
     tags: dict[str, str]
     host: str | None
@@ -39,8 +44,17 @@ class RunState:
     """running, finished, failed, preempted, killed; unknown: no finish, and nobody can prove from here that it is over"""
     end_ns: int | None
 
+    def take(self, kind: str, body: dict[str, Any]) -> None:
+        """The next event of one of KINDS, in the order (attempt, writer, seq): the last one wins."""
+        if kind == "tag":
+            self.tags |= _texts(body)
+        else:
+            self.config |= body if kind == "config" else body.get("config") or {}
 
-def read(run: RunReader, project: str | None = None, experiment: str | None = None) -> RunState:
+
+def read(
+    run: RunReader, project: str | None = None, experiment: str | None = None, *, is_again: bool = False
+) -> RunState:
     """The state of a run; the names given take the place of the recorded ones."""
     info, status = run.info, run.status()
     state = RunState(
@@ -50,6 +64,7 @@ def read(run: RunReader, project: str | None = None, experiment: str | None = No
         created_ns=run.created_ns,
         files=run.path / "files",
         is_renamed=project is not None,
+        is_again=is_again,
         config=dict(info.get("config") or {}),
         tags={},
         host=info.get("host"),
@@ -63,18 +78,10 @@ def read(run: RunReader, project: str | None = None, experiment: str | None = No
     )
     for writer in run.writers():
         for events in writer.batches("events"):
-            chosen = pc.is_in(pc.cast(events["kind"], pa.string()), value_set=pa.array(["tag", "config", "attempt"]))
+            chosen = pc.is_in(pc.cast(events["kind"], pa.string()), value_set=pa.array(KINDS))
             for row in events.filter(chosen).select(["kind", "body"]).to_pylist():
-                _take(state, row["kind"], orjson.loads(row["body"]))
+                state.take(row["kind"], orjson.loads(row["body"]))
     return state
-
-
-def _take(state: RunState, kind: str, body: dict[str, Any]) -> None:
-    """The next event, in the order (attempt, writer, seq): the last one wins."""
-    if kind == "tag":
-        state.tags |= _texts(body)
-    else:
-        state.config |= body if kind == "config" else body.get("config") or {}
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:

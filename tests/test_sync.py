@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -252,12 +253,17 @@ def test_there_is_a_bar_on_a_terminal_and_plain_lines_elsewhere(monkeypatch: pyt
     plain = io.StringIO()
     for stream in (open(terminal, "w"), plain):  # noqa: PTH123, SIM115 - a descriptor, closed below
         monkeypatch.setattr("sys.stderr", stream)
-        with Progress("run-a", 10) as progress:
-            progress.advance(4)
-            progress.advance(6)
+        with Progress(10) as progress:
+            progress.advance("run-a", "metrics", 4)
+            monkeypatch.setattr("sync.progress._LINE_EVERY_S", 0)
+            progress.advance("run-a", "spans", 6)
+            monkeypatch.undo()
+            monkeypatch.setattr("sys.stderr", stream)
         stream.flush()
-    assert "100%" in os.read(shown, 65536).decode()
-    assert plain.getvalue() == "run-a: delivering\n"
+    bar = os.read(shown, 65536).decode()
+    assert "100%" in bar
+    assert "run-a spans" in bar
+    assert re.fullmatch(r"run-a spans: 10/10, \d+/s, about 0 s left\n", plain.getvalue())
 
 
 # --- the command line

@@ -37,7 +37,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from sync import document, name, otlp
 from sync.batch import Batch
-from sync.destinations import Destination
+from sync.destinations import Destination, Proof
 from sync.errors import RefusedError, RejectedRecordError, SetupError, SyncError, TryAgainError
 from sync.series import Histories, Names, Point, clamped
 from sync.shelf import Shelf, holds_content
@@ -61,15 +61,23 @@ _STATUS = {
 
 class MlflowDestination(Destination):
     label = "MLflow"
+    rewind = "drop"
     rows_per_request = MappingProxyType({"metrics": 999, "generations": 1000, "spans": 500, "events": 2000})
 
     @classmethod
-    def is_elsewhere(cls) -> bool:
-        parts = _parts(mlflow.get_tracking_uri())
+    def is_elsewhere(cls, place: str | None) -> bool:
+        parts = _parts(place or mlflow.get_tracking_uri())
         return parts.scheme.split("+")[0] != "sqlite" and parts.hostname not in {"localhost", "127.0.0.1", "::1"}
 
     @classmethod
-    def connect(cls) -> str:
+    def parallel(cls, place: str | None) -> int:
+        is_file = _parts(place or mlflow.get_tracking_uri()).scheme.split("+")[0] == "sqlite"
+        return 1 if is_file else 4  # one writer at a time has the file
+
+    @classmethod
+    def connect(cls, place: str | None) -> str:
+        if place:
+            mlflow.set_tracking_uri(place)  # artifacts of a server are found by it
         uri = mlflow.get_tracking_uri()
         parts = _parts(uri)
         shown = uri.replace(f"{parts.netloc.rpartition('@')[0]}@", "") if "@" in parts.netloc else uri
@@ -90,12 +98,21 @@ class MlflowDestination(Destination):
             raise SetupError(f"{shown} needs the package '{error.name}', which is not installed") from error
         return shown
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, place: str | None) -> None:
         self._state = state
         self._uri = mlflow.get_tracking_uri()
         self._store = _get_store()
 
     # --- the run
+
+    def find(self) -> str | None:
+        with _answers(self._uri):
+            experiment = self._store.get_experiment_by_name(self._state.project)
+            run = self._find(experiment and experiment.experiment_id)
+        if run is None or run.info.lifecycle_stage != "active":
+            return None
+        self._enter(run)
+        return self._run_id
 
     def open(self) -> str:
         with _answers(self._uri):
@@ -122,8 +139,12 @@ class MlflowDestination(Destination):
             if run.info.lifecycle_stage != "active":
                 raise RefusedError(
                     f"run {self._state.run_id} was deleted in MLflow and is not brought back; restore it there "
-                    f"(mlflow runs restore --run-id {run.info.run_id}), or delete it for good (mlflow gc) to replay it anew"
+                    f"(mlflow runs restore --run-id {run.info.run_id}), or give --again to replay it into a new run"
                 )
+        self._enter(run)
+        return self._run_id
+
+    def _enter(self, run: Run) -> None:
         self._run_id, self._experiment_id = str(run.info.run_id), str(run.info.experiment_id)
         self._shelf = Shelf(get_artifact_repository(run.info.artifact_uri))
         self._tags = dict(run.data.tags)
@@ -131,16 +152,18 @@ class MlflowDestination(Destination):
         self._names = Names(run.data.metrics, claims)
         self._cursor = self.held()
         self._is_behind = False
-        return self._run_id
 
     def _find(self, here: str | None) -> Run | None:
-        """The run by its tag: an active one before a deleted one, in experiment `here` before elsewhere, the oldest first."""
+        """The run by its tag: an active one before a deleted one, in experiment `here` before elsewhere, the oldest first;
+        no deleted one where it is to be replayed again.
+        """
         experiments, page = [here] if here else [], None
         while page is None or page.token:
             page = self._store.search_experiments(ViewType.ALL, max_results=1000, page_token=page and page.token)
             experiments += [experiment.experiment_id for experiment in page]
         wanted = f"tags.`spool.run_id` = '{self._state.run_id}'"
-        runs = self._store.search_runs(experiments, wanted, ViewType.ALL, max_results=100) if experiments else []
+        view = ViewType.ACTIVE_ONLY if self._state.is_again else ViewType.ALL
+        runs = self._store.search_runs(experiments, wanted, view, max_results=100) if experiments else []
         infos = [run.info for run in runs]
         twins = sorted(one.run_id for one in infos if one.lifecycle_stage == "active")
         self.conflicts = (
@@ -365,64 +388,84 @@ class MlflowDestination(Destination):
 
     # --- the proof
 
-    def start_proof(self) -> None:
+    def proof(self) -> "MlflowProof":
         self._shelf.forget()
+        with _answers(self._uri):
+            return MlflowProof(self)
+
+    def retract(self) -> list[str]:
+        with _answers(self._uri):
+            ids = [info.trace_id for info in self._traces()]
+            for at in range(0, len(ids), _PER_REQUEST):
+                self._store.delete_traces(self._experiment_id, trace_ids=ids[at : at + _PER_REQUEST])
+            self._store.delete_run(self._run_id)
+        return [
+            f"MLflow run {self._run_id} of experiment {self._experiment_id} is deleted, and {len(ids)} traces",
+            f"mlflow runs restore --run-id {self._run_id} brings the run back, mlflow gc removes it and its files for good",
+        ]
+
+    def _traces(self) -> Iterator[Any]:
+        """What MLflow says of every trace of the run, without spans."""
+        token, wanted = None, f"attributes.run_id = '{self._run_id}'"
+        while True:
+            infos, token = self._store.search_traces(
+                locations=[self._experiment_id], filter_string=wanted, max_results=_PER_REQUEST, page_token=token
+            )
+            yield from infos
+            if not token:
+                return
+
+
+class MlflowProof(Proof):
+    def __init__(self, destination: MlflowDestination) -> None:
+        self._of = destination
+        self._histories = Histories(destination._store.get_run(destination._run_id).data.metrics, self._history)
         self._texts_held = 0
         self._spans: set[tuple[str, str, int | None]] = set()
         self._tagged: set[str] = set()
-        with _answers(self._uri):
-            self._histories = Histories(self._store.get_run(self._run_id).data.metrics, self._history)
-            token, wanted = None, f"attributes.run_id = '{self._run_id}'"
-            while True:
-                infos, token = self._store.search_traces(
-                    locations=[self._experiment_id], filter_string=wanted, max_results=_PER_REQUEST, page_token=token
-                )
-                self._tagged.update(info.trace_id for info in infos if "experiment_name" in info.tags)
-                for at in range(0, len(infos), 20):
-                    for trace in self._store.batch_get_traces([info.trace_id for info in infos[at : at + 20]]):
-                        self._spans.update(
-                            (trace.info.trace_id, one.span_id, one.end_time_ns) for one in trace.data.spans
-                        )
-                if not token:
-                    return
+        infos = list(destination._traces())
+        self._tagged.update(info.trace_id for info in infos if "experiment_name" in info.tags)
+        for at in range(0, len(infos), 20):
+            for trace in destination._store.batch_get_traces([info.trace_id for info in infos[at : at + 20]]):
+                self._spans.update((trace.info.trace_id, one.span_id, one.end_time_ns) for one in trace.data.spans)
 
     def _history(self, mapped: str) -> Iterable[Point]:
         page = None
         while page is None or page.token:
-            page = self._store.get_metric_history(
-                self._run_id, mapped, max_results=10_000, page_token=page and page.token
+            page = self._of._store.get_metric_history(
+                self._of._run_id, mapped, max_results=10_000, page_token=page and page.token
             )
             yield from (Point(mapped, metric.timestamp, metric.step, metric.value) for metric in page)
 
     def holds(self, batch: Batch) -> list[bool]:
         rows = batch.dicts()
         check = {"metrics": self._holds_metric, "spans": self._holds_span, "events": self._holds_event}
-        with _answers(self._uri):
+        with _answers(self._of._uri):
             if batch.table == "metrics":
-                self._histories.ask({self._names.of(row["key"]) for row in rows})
-            self._shelf.ask(batch.table, [row for row in rows if document.is_documented(batch.table, row)])
+                self._histories.ask({self._of._names.of(row["key"]) for row in rows})
+            self._of._shelf.ask(batch.table, [row for row in rows if document.is_documented(batch.table, row)])
             return [check.get(batch.table, self._holds_row)(row) for row in rows]
 
     def _holds_row(self, row: dict[str, Any]) -> bool:
-        return self._shelf.holds("generations", row)
+        return self._of._shelf.holds("generations", row)
 
     def _holds_metric(self, row: dict[str, Any]) -> bool:
-        is_there = not document.is_documented("metrics", row) or self._shelf.holds("metrics", row)
+        is_there = not document.is_documented("metrics", row) or self._of._shelf.holds("metrics", row)
         if row["value"] is not None:
-            return is_there and self._histories.holds(self._point(row))
+            return is_there and self._histories.holds(self._of._point(row))
         self._texts_held += is_there
         return is_there
 
     def _holds_span(self, row: dict[str, Any]) -> bool:
         trace = f"tr-{row['trace_id']}"
-        is_tagged = trace in self._tagged or self._state.status in {"running", "unknown"}
+        is_tagged = trace in self._tagged or self._of._state.status in {"running", "unknown"}
         return is_tagged and (trace, row["span_id"], row["end"]) in self._spans
 
     def _holds_event(self, row: dict[str, Any]) -> bool:
-        if not self._shelf.holds("events", row):
+        if not self._of._shelf.holds("events", row):
             return False
         body = json.loads(row["body"]) if row["kind"] == "file" else None
-        return body is None or self._shelf.size(self._file_path(body)) == body["size"]
+        return body is None or self._of._shelf.size(self._of._file_path(body)) == body["size"]
 
     def indistinct(self, table: str) -> int:
         return self._histories.indistinct if table == "metrics" else 0
@@ -430,8 +473,8 @@ class MlflowDestination(Destination):
     def count(self, table: str) -> int:
         if table == "spans":
             return len(self._spans)
-        with _answers(self._uri):
-            return self._texts_held + self._histories.count() if table == "metrics" else self._shelf.count(table)
+        with _answers(self._of._uri):
+            return self._texts_held + self._histories.count() if table == "metrics" else self._of._shelf.count(table)
 
 
 def _parts(uri: str) -> SplitResult:

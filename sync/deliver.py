@@ -1,0 +1,46 @@
+"""Runs delivered, compared or planned once each, some at a time."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+from spool.reader import RunReader
+from sync.engine import Replay
+from sync.errors import StoppedError, UnreachableError
+from sync.live import Terms
+from sync.report import RunReport
+
+_NOT_TRIED = "not tried: "
+
+
+def each(
+    runs: list[RunReader],
+    terms: Terms,
+    jobs: int,
+    act: Callable[[Replay], None],
+    is_there: Callable[[], bool],
+    done: Callable[[RunReport], None],
+) -> list[RunReport]:
+    """Do `act` for every run; the reports in the order of the runs, `done` as each of them is there.
+
+    Where one run fails and the destination does not answer at all any more (`is_there`), the others are not tried.
+    """
+    gave_up = Event()
+    why = ""
+
+    def one(run: RunReader) -> RunReport:
+        nonlocal why
+        if gave_up.is_set():
+            return RunReport(run.id, terms.destination.label, problem=_NOT_TRIED + why)
+        replay = terms.replay(run)
+        try:
+            act(replay)
+        except (UnreachableError, StoppedError) as error:  # the report says it as well
+            if isinstance(error, StoppedError) or not is_there():
+                why = str(error)
+                gave_up.set()
+        done(replay.report)
+        return replay.report
+
+    with ThreadPoolExecutor(max(1, min(jobs, len(runs)))) as pool:
+        return list(pool.map(one, runs))
