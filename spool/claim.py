@@ -5,15 +5,28 @@ the holder works. A holder that is provably dead, or that nobody can judge and t
 lost it. Syncs that do not share a folder are not held apart by this; the destination tells them.
 """
 
+import glob
 import os
 import time
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 from spool import files, format, liveness
 
 TOUCH_EACH_S = 10.0
 STALE_AFTER_S = 120.0
+
+
+def file_name(run_id: str, place: str | None = None) -> str:
+    """Of the claim of a run; `place`: which of several of one kind, where the user has named it."""
+    return f"{run_id}.{sha256(place.encode()).hexdigest()[:8]}.claim" if place else f"{run_id}.claim"
+
+
+def patterns(run_id: str) -> list[str]:
+    """Globs for all claims of a run, whatever the place."""
+    escaped = glob.escape(run_id)
+    return [f"{escaped}.claim", f"{escaped}.{'[0-9a-f]' * 8}.claim"]
 
 
 class Claim:

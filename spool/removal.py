@@ -80,9 +80,9 @@ def _why_kept(run: RunFolder, conditions: Conditions) -> str:
 
 def _claims(run: RunFolder, conditions: Conditions) -> list[Path]:
     """Where a sync claims the run: of the destinations named, and of any other that has done so in the same state folder."""
-    known = conditions.state.iterdir() if conditions.state.is_dir() else ()
-    others = [path.name for path in known if (path / f"{run.id}.claim").is_file()]
-    return [conditions.state / name / f"{run.id}.claim" for name in sorted({*others, *conditions.destinations})]
+    taken = [path for pattern in claim.patterns(run.id) for path in conditions.state.glob(f"*/{pattern}")]
+    named = [conditions.state / name / claim.file_name(run.id) for name in conditions.destinations]
+    return sorted({*taken, *named})
 
 
 def _why_unsettled(run: RunFolder, conditions: Conditions) -> str:

@@ -298,15 +298,16 @@ def _follow(
             with suppress(OSError):  # a full disk must not end the sync
                 files.replace_file(health, format.dump_json(body))
 
+    was_connected = False
     with suppress(StoppedError):
-        while not stop.is_set() and not is_connected():
+        while not stop.is_set() and not (was_connected := is_connected()):
             stop.wait(_CONNECT_WAIT_S)
-        if not stop.is_set():
+        if was_connected:
             following.run(write_health)
     written_s = -_HEALTH_EACH_S
     write_health()
     reports = following.reports
-    codes = [report.exit_code for report in reports] + [UNREACHED] * bool(following.problems)
+    codes = [report.exit_code for report in reports] + [UNREACHED] * (bool(following.problems) or not was_connected)
     if wants_json:
         result = {"runs": [report.as_json() for report in reports], "problems": following.problems}
         click.echo(orjson.dumps(result | {"exit_code": max(codes, default=0)}, option=orjson.OPT_INDENT_2).decode())

@@ -6,6 +6,7 @@ run at once (`engine`) and records as they come (`live`), write through this.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +22,11 @@ from sync.patience import Patience
 class Delivery:
     """Made for a run, used by one thread. `open` before anything is offered; all of it under `claimed`."""
 
-    def __init__(self, run_id: str, destination: Destination, folder: Path, patience: Patience) -> None:
-        """`folder` keeps claims and cursors."""
+    def __init__(
+        self, run_id: str, destination: Destination, place: str | None, folder: Path, patience: Patience
+    ) -> None:
+        """`folder` keeps claims and cursors; `place` as the user wrote it."""
+        self._claim_name = claim.file_name(run_id, place)
         self.run_id, self.destination, self.patience = run_id, destination, patience
         self._folder = folder / destination.label.lower()
         self._root = folder
@@ -37,7 +41,7 @@ class Delivery:
         """Keep out a second sync of this run that shares the folder. Raises RefusedError that names who holds it."""
         label = self.destination.label
         with suppress(OSError):  # read-only media, a full disk: two syncs at once are then only told by the destination
-            held = claim.take(self._folder / f"{self.run_id}.claim")
+            held = claim.take(self._folder / self._claim_name)
             if isinstance(held, str):
                 raise RefusedError(f"{held} is delivering this run to {label}; run spool-sync again when it has ended")
             self._claim = held
@@ -56,13 +60,13 @@ class Delivery:
     def open(self) -> list[str]:
         """Find the run there, or create it; returns what the user should know."""
         self.identity = self.patience.call(self.destination.open)
-        self.held = self.destination.held()
+        self.held = deepcopy(self.destination.held())
         return self.load_cursor()
 
     def find(self) -> bool:
         """Find the run there and change nothing; whether there is one."""
         self.identity = self.patience.call(self.destination.find) or ""
-        self.held = self.destination.held() if self.identity else {}
+        self.held = deepcopy(self.destination.held()) if self.identity else {}
         self.load_cursor()
         return bool(self.identity)
 

@@ -50,7 +50,7 @@ class Terms:
         return Replay(run, known, self.deliver(known), self.choice, accepted)
 
     def deliver(self, known: RunState) -> Delivery:
-        return Delivery(known.run_id, self.destination(known, self.place), self.folder, self.patience)
+        return Delivery(known.run_id, self.destination(known, self.place), self.place, self.folder, self.patience)
 
 
 @dataclass

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from spool import acceptance, files, format
 from spool import cursor as cursors
-from spool import files, format
 from spool.reader import RunReader
 from sync import state as states
 from sync.delivery import Delivery
+from sync.engine import Replay
 from sync.errors import RefusedError
 from sync.live import Terms
-from sync.report import TABLES
 
 FOLDER = "receipts"
 
@@ -74,10 +74,11 @@ class Found:
 
 def find(run: RunReader, terms: Terms) -> Found:
     """The run at the destination. Raises RefusedError when it is not there."""
-    known = states.read(run, terms.project, terms.experiment)
+    known = states.read(run)
     delivery = terms.deliver(known)
-    if not delivery.find():
+    replay = Replay(run, known, delivery, terms.choice, acceptance.load(terms.folder, run.path))
+    replay.verify()
+    if not delivery.identity:
         raise RefusedError(f"{delivery.destination.label} holds no run {run.id}; nothing is deleted")
-    proof = delivery.patience.call(delivery.destination.proof)
-    held = {table: proof.count(table) for table in TABLES}
+    held = {name: table.held for name, table in replay.report.tables.items()}
     return Found(run.id, delivery, terms.folder, held)

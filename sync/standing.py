@@ -76,8 +76,11 @@ def _read(path: Path) -> tuple[int, dict[str, Any]] | None:
     try:
         body = format.load_json(path.read_bytes())
         report = dict(body["report"])
-        {report["problem"], report["withheld"], report["destination"], report["rejections"], *report["positions"]}
-        [(report["tables"][table]["delivered"], report["tables"][table]["recorded"]) for table in TABLES]
+        if not {"problem", "withheld", "destination", "rejections", "positions"} <= report.keys():
+            return None
+        for table in TABLES:
+            if not {"recorded", "already_there", "delivered", "withheld"} <= report["tables"][table].keys():
+                return None
         return int(body["at_ns"]), report
     except (OSError, ValueError, KeyError, TypeError):
         return None
