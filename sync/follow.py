@@ -22,7 +22,8 @@ from sync.report import RunReport
 
 _ACTIVE_S, _IDLE_S, _SILENT_S = 0.25, 0.5, 30.0
 _SILENT_AFTER_S = 3600.0
-_LIST_EACH_S = 5.0
+_ATTEMPTS_S = 2.0
+_LIST_EACH_S = 10.0
 
 
 @dataclass
@@ -34,7 +35,6 @@ class _Followed:
     problem: str = ""
     report: RunReport | None = None
     """Of the replay that found the run to be over."""
-    is_over: bool = False
     folder_ns: int = 0
     """When the run's folder had changed last, as it was over: a new attempt changes it again."""
     future: "Future[tuple[int, RunReport | None]] | None" = None
@@ -56,26 +56,30 @@ class Follow:
         self._root, self._terms, self._is_meant, self._tell, self._stop = root, terms, is_meant, tell, stop
         self._jobs = jobs
         self._runs: dict[str, _Followed] = {}
+        self._live: dict[str, _Followed] = {}
+        """Those of the runs that are not known to be over."""
         self._others: set[str] = set()
         self._listed_ns, self._listed_at_s = -1, -_LIST_EACH_S
 
     def run(self, each_look: Callable[[], None] = lambda: None) -> None:
         """Until `stop` is set: then what is in hand is finished and the runs are left in order."""
+        attempts_due_s = 0.0
         with ThreadPoolExecutor(self._jobs) as pool:
             while not self._stop.is_set():
                 self._list()
                 now_s = time.monotonic()
-                for followed in self._runs.values():
+                if now_s >= attempts_due_s:
+                    attempts_due_s = now_s + _ATTEMPTS_S
+                    self._look_for_attempts(now_s)
+                for followed in list(self._live.values()):
                     if followed.future is not None:
                         if followed.future.done():
                             self._take(followed, followed.future)
-                    elif followed.is_over:
-                        self._look_for_an_attempt(followed, now_s)
                     elif followed.due_s <= now_s:
                         followed.future = pool.submit(followed.live.look)
                 each_look()
                 self._stop.wait(_ACTIVE_S)
-            for followed in self._runs.values():
+            for followed in list(self._live.values()):
                 if followed.future is not None:
                     self._take(followed, followed.future)
                 with suppress(SyncError, SpoolError, OSError):  # it was not reached before either, and has been told
@@ -94,9 +98,14 @@ class Follow:
                 self._others.add(path.name)
                 continue
             followed = _Followed(LiveRun(path, self._terms), grew_at_s=now_s)
+            self._runs[path.name] = self._live[path.name] = followed
             if self._is_proven(path):
-                followed.is_over, followed.folder_ns = True, path.stat().st_mtime_ns
-            self._runs[path.name] = followed
+                self._set_over(followed)
+
+    def _set_over(self, followed: _Followed) -> None:
+        del self._live[followed.live.path.name]
+        with suppress(FileNotFoundError):  # removed by gc
+            followed.folder_ns = followed.live.path.stat().st_mtime_ns
 
     def _is_proven(self, path: Path) -> bool:
         """Whether an earlier sync has proven all of a run that is over to be there: a restart need not ask for all of it again."""
@@ -139,9 +148,7 @@ class Follow:
             self._tell(run_id, None, "goes on")
         followed.failures, followed.problem = 0, ""
         if report is not None:
-            followed.is_over = True
-            with suppress(FileNotFoundError):
-                followed.folder_ns = followed.live.path.stat().st_mtime_ns
+            self._set_over(followed)
             self._tell(run_id, report, "")
             return
         if delivered:
@@ -149,14 +156,14 @@ class Follow:
         is_silent = now_s - followed.grew_at_s > _SILENT_AFTER_S
         followed.due_s = now_s + (_ACTIVE_S if delivered else _SILENT_S if is_silent else _IDLE_S)
 
-    def _look_for_an_attempt(self, followed: _Followed, now_s: float) -> None:
-        if followed.due_s > now_s:
-            return
-        followed.due_s = now_s + 2 * _IDLE_S
-        with suppress(FileNotFoundError):  # removed by gc
-            changed_ns = followed.live.path.stat().st_mtime_ns
-            if changed_ns != followed.folder_ns:
-                followed.is_over, followed.grew_at_s, followed.due_s = False, now_s, 0.0
+    def _look_for_attempts(self, now_s: float) -> None:
+        """A new writer in a run that was over makes it live again."""
+        for run_id, followed in self._runs.items():
+            if run_id not in self._live:
+                with suppress(FileNotFoundError):  # removed by gc
+                    if followed.live.path.stat().st_mtime_ns != followed.folder_ns:
+                        followed.grew_at_s, followed.due_s = now_s, 0.0
+                        self._live[run_id] = followed
 
     @property
     def problems(self) -> dict[str, str]:
@@ -172,8 +179,8 @@ class Follow:
         """For a health file: how many runs are live, over, and failing, and how many rows have gone out."""
         runs = self._runs.values()
         return {
-            "live": sum(not one.is_over for one in runs),
-            "over": sum(one.is_over for one in runs),
+            "live": len(self._live),
+            "over": len(self._runs) - len(self._live),
             "failing": len(self.problems),
             "rows": sum(one.live.rows for one in runs),
         }

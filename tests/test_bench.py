@@ -15,6 +15,7 @@ SMALL = {
     "many_processes": ["--processes", "2", "--records", "10", "--rounds", "1"],
     "seal_speed": ["--rounds", "1", "--journal-bytes", "100000", "--segments", "0"],
     "start_cost": ["--rounds", "1"],
+    "tail_latency": ["--records", "2", "--runs", "3", "--idle-s", "0.1"],
     "torch_step": ["--rounds", "1", "--seals", "1", "--width", "8", "--journal-bytes", "100000"],
     "verify_speed": ["--bytes", "300000", "--journal-bytes", "100000", "--rounds", "1"],
     "verl_day": ["--steps", "1", "--trace-bytes", "100000"],
