@@ -107,7 +107,7 @@ _json = click.option("--json", "wants_json", is_flag=True, help="Print the resul
     help="Seconds to wait for an answer, all tries together.",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Runs at once; by default what the destination gains from.")
-@click.option("--quiet", "is_quiet", is_flag=True, help="Say only what is wrong.")
+@click.option("--quiet", "is_quiet", is_flag=True, help="Print nothing where all is well.")
 @click.option("--log-json", is_flag=True, help="What is said on stderr as JSON, one object a line.")
 @click.option("--health", type=click.Path(path_type=Path), help="With --follow: a file to write each ten seconds.")
 @_state_dir
@@ -170,7 +170,7 @@ def main(
     if wants_plan:
         for report in reports:
             report.withheld = report.withheld and f"would not be sent: {report.withheld}"
-    _print(reports, address, wants_json, is_plan=wants_plan)
+    _print(reports, address, wants_json, is_plan=wants_plan, is_quiet=is_quiet)
 
 
 def _destination(name: str) -> type[Destination]:
@@ -442,12 +442,14 @@ def _end_on_signals(stop: Event) -> None:
         signal.signal(number, ask)
 
 
-def _print(reports: list[RunReport], address: str, wants_json: bool, *, is_plan: bool = False) -> NoReturn:
+def _print(
+    reports: list[RunReport], address: str, wants_json: bool, *, is_plan: bool = False, is_quiet: bool = False
+) -> NoReturn:
     exit_code = max(report.exit_code for report in reports)
     if wants_json:
         result = {"to": address, "runs": [report.as_json() for report in reports], "exit_code": exit_code}
         click.echo(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode())
-    else:
+    elif not is_quiet or exit_code != DELIVERED:
         click.echo(
             "\n".join(line for report in reports for line in (report.plan_lines() if is_plan else report.lines()))
         )

@@ -154,7 +154,7 @@ def test_a_page_cannot_name_a_target_or_an_extra_that_is_not_there() -> None:
 
 
 def test_messages_name_only_options_that_exist() -> None:
-    options = {name for one in sync_command.params for name in one.opts}
+    options = {"--help", *(name for one in sync_command.params for name in one.opts)}
     named = set()
     for source in [*(ROOT / "spool").rglob("*.py"), *(ROOT / "sync").rglob("*.py"), *(ROOT / "trainer").rglob("*.py")]:
         for line in source.read_text(encoding="utf-8").splitlines():

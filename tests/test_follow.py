@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -151,3 +154,49 @@ def test_a_server_that_is_not_there_is_waited_for_and_the_follower_can_be_ended(
     with following(tmp_path, "--max-wait", "1", uri="http://127.0.0.1:9") as process:
         until(lambda: "waiting for it" in (tmp_path / "err").read_text(), tmp_path)
         assert end(process) == 4
+
+
+def documented(pattern: str) -> str:
+    """A line of docs/destinations.md."""
+    found = re.search(pattern, (ROOT / "docs" / "destinations.md").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_the_documented_service_delivers_and_ends_in_order(tmp_path: Path) -> None:
+    record(tmp_path, "run = spool.init(project='p', experiment='one'); run.log({'a': 1}, step=1); run.finish()")
+    words = shlex.split(documented(r"^ExecStart=(.*)"))
+    assert words[:2] == ["/opt/spool/bin/spool-sync", "/data/spool"]
+    arguments = [
+        word.replace("/run/", f"{tmp_path}/") for word in words[2:] if word not in {"--to", "mlflow", "--follow"}
+    ]
+    with following(tmp_path, *arguments) as process:
+        until(lambda: metric_count(tmp_path) == 1 and statuses(tmp_path) == ["FINISHED"], tmp_path)
+        assert end(process, getattr(signal, documented(r"^KillSignal=(.*)"))) == 0
+    assert json.loads((tmp_path / "spool-sync.json").read_text())["over"] == 1
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_takes_the_documented_unit(tmp_path: Path) -> None:
+    unit = documented(r"(\[Unit\]\n(?:.*\n)*?WantedBy=.*\n)").replace("/opt/spool/bin/spool-sync", "/bin/true")
+    (tmp_path / "spool-sync.service").write_text(unit)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(tmp_path / "spool-sync.service")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_documented_cron_line_says_nothing_where_all_is_well(tmp_path: Path) -> None:
+    root = record(tmp_path, "run = spool.init(project='p', experiment='one'); run.log({'a': 1}, step=1); run.finish()")
+    command = documented(r"^\*/10 \* \* \* \* (.*)").replace(
+        "https://mlflow.example", f"sqlite:///{tmp_path}/mlflow.db"
+    )
+    command = command.replace("/opt/spool/bin/spool-sync", f"{sys.executable} -m sync").replace(
+        "/data/spool", str(root)
+    )
+    environment = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )  # cron gives its lines to a shell
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert metric_count(tmp_path) == 1
