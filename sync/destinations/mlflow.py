@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -33,9 +33,10 @@ from mlflow.tracking._tracking_service.utils import _get_store
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from sync import document, name, otlp
+from sync import document, fresh, name, otlp
 from sync.batch import Batch
 from sync.destinations import Destination, Proof
 from sync.errors import RefusedError, RejectedRecordError, SetupError, SyncError, TryAgainError
@@ -93,6 +94,8 @@ class MlflowDestination(Destination):
             with _answers(shown):
                 if scheme.startswith("http"):
                     http_request(get_default_host_creds(uri), "/health", "GET", timeout=5)
+                if scheme == "sqlite":
+                    _make_database(uri)
                 _get_store()
         except ModuleNotFoundError as error:
             raise SetupError(f"{shown} needs the package '{error.name}', which is not installed") from error
@@ -475,6 +478,21 @@ class MlflowProof(Proof):
             return len(self._spans)
         with _answers(self._of._uri):
             return self._texts_held + self._histories.count() if table == "metrics" else self._of._shelf.count(table)
+
+
+def _make_database(uri: str) -> None:
+    """Make a missing SQLite file with MLflow's tables in one step: MLflow's migrations, run by two at once, leave it broken."""
+    url = make_url(uri)
+    if not url.database or url.database.startswith("file:"):
+        return
+    path = Path(url.database).absolute()
+
+    def fill(aside: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)  # as MLflow does
+        store = _get_store(store_uri=url.set(database=str(aside)).render_as_string(hide_password=False))
+        store.engine.dispose()
+
+    fresh.make(path, fill)
 
 
 def _parts(uri: str) -> SplitResult:
