@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
@@ -25,11 +25,13 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
 
 import mlflow
 import requests
+import urllib3
 from mlflow.entities import Metric, Param, Run, RunStatus, RunTag, Span, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.db import utils as database
 from mlflow.tracking._tracking_service.utils import _get_store
+from mlflow.utils import request_utils
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -47,6 +49,22 @@ from sync.state import RunState
 logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # its errors reach us as exceptions; it also prints tracebacks
 logging.getLogger("alembic").setLevel(logging.CRITICAL)
 database.MAX_RETRY_COUNT = 4  # 1 s of back-off where a database does not answer, not 100 s
+
+
+class _Retry(urllib3.Retry):
+    """MLflow raises where a server answers "later", and drops the answer: of Retry-After, this keeps how long that is."""
+
+    def increment(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().increment(*arguments, **options)
+        except urllib3.exceptions.MaxRetryError as error:
+            response = options.get("response")
+            with suppress(urllib3.exceptions.InvalidHeader):
+                error.after_s = None if response is None else self.get_retry_after(response)  # type: ignore[attr-defined]
+            raise
+
+
+request_utils.Retry = _Retry  # type: ignore[attr-defined]  # no setting reaches it
 
 _PER_REQUEST = 100
 _KEY, _CURSOR, _FILE = "spool.key.", "spool.cursor.", "spool.file."
@@ -523,7 +541,7 @@ def _answers(uri: str) -> Iterator[None]:
         kind: type[SyncError] = RejectedRecordError if status in {400, 413, 422} else RefusedError
         raise kind(f"MLflow answers {status} to a file: {str(error)[:300]}") from error
     except (requests.RequestException, SQLAlchemyError, OSError) as error:
-        raise TryAgainError(f"{uri}: {_cause(error)}") from error
+        raise _later(error, uri) from error
 
 
 def _meaning(error: MlflowException, uri: str) -> SyncError:
@@ -534,11 +552,14 @@ def _meaning(error: MlflowException, uri: str) -> SyncError:
         return RefusedError(f"{uri} refuses: {text}")
     if status == 400:
         return RejectedRecordError(text)
-    return TryAgainError(f"{uri}: {_cause(error)}")
+    return _later(error, uri)
 
 
-def _cause(error: BaseException) -> str:
-    """The innermost reason, in one line: "[Errno 111] Connection refused"."""
+def _later(error: BaseException, uri: str) -> TryAgainError:
+    """The innermost reason, in one line, "[Errno 111] Connection refused", and how long the server asks us to wait."""
+    after_s: float | None = getattr(error, "after_s", None)
     while inner := error.__cause__ or error.__context__:
         error = inner
-    return str(error).split("\n", maxsplit=1)[0][:300]
+        after_s = getattr(error, "after_s", after_s)
+    text = str(error).split("\n", maxsplit=1)[0][:300]
+    return TryAgainError(f"{uri}: {text}", after_s)
