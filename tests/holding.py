@@ -89,7 +89,8 @@ def recorded_spans(spool: Path) -> dict[str, tuple[Any, ...]]:
 
 def assert_exact(spool: Path, held: dict[str, Any], status: str = "FINISHED") -> None:
     """Value by value: MLflow holds what the journals hold, once, and nothing else. Of a spool with one run."""
-    assert not list(spool.glob("**/*.parquet")), "only journals are read here"
+    sealed = [path.parent for path in spool.glob("*/*/*/metrics.parquet")]
+    assert all(path.with_suffix(".jsonl").exists() for path in sealed), "only journals are read here"
     assert held["runs"] == 1
     assert held["status"] == status
     assert Counter(tuple(one) for one in held["metrics"]) == recorded_metrics(spool)

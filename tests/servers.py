@@ -2,7 +2,7 @@
 it is set up, PostgreSQL, and the certificates of a private authority. Each is stopped by its own process id.
 """
 
-import datetime
+import datetime as dt
 import ipaddress
 import os
 import shutil
@@ -243,15 +243,15 @@ def make_certificate(folder: Path, *names: str) -> Certificate:
     def name(text: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = dt.datetime.now(dt.timezone.utc)
     authority_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     identifier = x509.SubjectKeyIdentifier.from_public_key(authority_key.public_key())
 
     def signed(subject: str, key: ec.EllipticCurvePrivateKey, *extensions: tuple[x509.ExtensionType, bool]) -> bytes:
         builder = x509.CertificateBuilder(name("test authority"), name(subject), key.public_key())
         builder = builder.serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(days=1))
-        builder = builder.not_valid_after(now + datetime.timedelta(days=2))
+        builder = builder.not_valid_before(now - dt.timedelta(days=1))
+        builder = builder.not_valid_after(now + dt.timedelta(days=2))
         for extension, is_critical in extensions:
             builder = builder.add_extension(extension, is_critical)
         return builder.sign(authority_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

@@ -170,6 +170,7 @@ def test_basic_auth_by_environment_or_stored_login_and_a_wrong_password_marks_no
     (here / "auth.ini").write_text(
         f"[mlflow]\ndefault_permission = READ\ndatabase_uri = sqlite:///{here}/auth.db\nadmin_username = {ADMIN}\n"
         f"admin_password = {PASSWORD}\nauthorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
+        "auth_cache_ttl_seconds = 300\n"  # without it, each request costs the server 0.1 s of hashing
     )
     environment = {"MLFLOW_AUTH_CONFIG_PATH": str(here / "auth.ini"), "MLFLOW_FLASK_SERVER_SECRET_KEY": "of the tests"}
     with servers.running(Server(here, "--app-name", "basic-auth", environment=environment)) as server:
