@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,23 +61,49 @@ class Result:
         return run["tables"]
 
 
-def sync(folder: Path, *arguments: str, uri: str | None = None, kill_after: int | None = None) -> Result:
-    """`spool-sync --to mlflow …` in `folder`, as a process of its own; SIGKILLed once that many remote writes are done."""
-    environment = {"HOME": str(folder / "home"), "MLFLOW_TRACKING_URI": uri}
-    process = _processes.Process(target=_sync, args=(folder, list(arguments), environment, kill_after))
+def sync(
+    folder: Path,
+    *arguments: str,
+    uri: str | None = None,
+    kill_after: int | None = None,
+    kill_after_s: float | None = None,
+    environment: dict[str, str | None] | None = None,
+    clock_s: float = 0,
+    timeout_s: float = 120,
+) -> Result:
+    """`spool-sync --to mlflow …` in `folder`, as a process of its own; SIGKILLed once that many remote writes are done, or
+    after that time. `clock_s`: how far its clock is wrong.
+    """
+    settings = {"HOME": str(folder / "home"), "MLFLOW_TRACKING_URI": uri, **(environment or {})}
+    process = _processes.Process(target=_sync, args=(folder, list(arguments), settings, kill_after, clock_s))
     process.start()
-    process.join(120)
-    assert process.exitcode is not None, "spool-sync hangs"
-    return Result(process.exitcode, (folder / "out").read_text(), (folder / "err").read_text())
+    if kill_after_s is not None:
+        process.join(kill_after_s)
+        process.kill()
+    process.join(timeout_s)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise AssertionError(f"spool-sync hangs: {(folder / 'err').read_text()}")
+    return Result(process.exitcode, _text(folder / "out"), _text(folder / "err"))
 
 
-def _sync(folder: Path, arguments: list[str], environment: dict[str, str | None], kill_after: int | None) -> None:
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""  # killed before it had begun
+
+
+def _sync(
+    folder: Path, arguments: list[str], environment: dict[str, str | None], kill_after: int | None, clock_s: float
+) -> None:
     os.chdir(folder)
     for key, value in environment.items():
         if value is None:
             os.environ.pop(key, None)
         else:
             os.environ[key] = value
+    if clock_s:
+        now, now_ns = time.time, time.time_ns
+        time.time, time.time_ns = lambda: now() + clock_s, lambda: now_ns() + int(clock_s * 1e9)
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), descriptor)
     if kill_after is not None:

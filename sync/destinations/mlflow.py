@@ -11,8 +11,8 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import PurePosixPath
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -25,17 +25,20 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
 
 import mlflow
 import requests
+import urllib3
 from mlflow.entities import Metric, Param, Run, RunStatus, RunTag, Span, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.db import utils as database
 from mlflow.tracking._tracking_service.utils import _get_store
+from mlflow.utils import request_utils
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from sync import document, name, otlp
+from sync import document, fresh, name, otlp
 from sync.batch import Batch
 from sync.destinations import Destination, Proof
 from sync.errors import RefusedError, RejectedRecordError, SetupError, SyncError, TryAgainError
@@ -46,6 +49,22 @@ from sync.state import RunState
 logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # its errors reach us as exceptions; it also prints tracebacks
 logging.getLogger("alembic").setLevel(logging.CRITICAL)
 database.MAX_RETRY_COUNT = 4  # 1 s of back-off where a database does not answer, not 100 s
+
+
+class _Retry(urllib3.Retry):
+    """MLflow raises where a server answers "later", and drops the answer: of Retry-After, this keeps how long that is."""
+
+    def increment(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().increment(*arguments, **options)
+        except urllib3.exceptions.MaxRetryError as error:
+            response = options.get("response")
+            with suppress(urllib3.exceptions.InvalidHeader):
+                error.after_s = None if response is None else self.get_retry_after(response)  # type: ignore[attr-defined]
+            raise
+
+
+request_utils.Retry = _Retry  # type: ignore[attr-defined]  # no setting reaches it
 
 _PER_REQUEST = 100
 _KEY, _CURSOR, _FILE = "spool.key.", "spool.cursor.", "spool.file."
@@ -93,6 +112,8 @@ class MlflowDestination(Destination):
             with _answers(shown):
                 if scheme.startswith("http"):
                     http_request(get_default_host_creds(uri), "/health", "GET", timeout=5)
+                if scheme == "sqlite":
+                    _make_database(uri)
                 _get_store()
         except ModuleNotFoundError as error:
             raise SetupError(f"{shown} needs the package '{error.name}', which is not installed") from error
@@ -477,6 +498,21 @@ class MlflowProof(Proof):
             return self._texts_held + self._histories.count() if table == "metrics" else self._of._shelf.count(table)
 
 
+def _make_database(uri: str) -> None:
+    """Make a missing SQLite file with MLflow's tables in one step: MLflow's migrations, run by two at once, leave it broken."""
+    url = make_url(uri)
+    if not url.database or url.database.startswith("file:"):
+        return
+    path = Path(url.database).absolute()
+
+    def fill(aside: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)  # as MLflow does
+        store = _get_store(store_uri=url.set(database=str(aside)).render_as_string(hide_password=False))
+        store.engine.dispose()
+
+    fresh.make(path, fill)
+
+
 def _parts(uri: str) -> SplitResult:
     try:
         return urlsplit(uri)
@@ -505,7 +541,7 @@ def _answers(uri: str) -> Iterator[None]:
         kind: type[SyncError] = RejectedRecordError if status in {400, 413, 422} else RefusedError
         raise kind(f"MLflow answers {status} to a file: {str(error)[:300]}") from error
     except (requests.RequestException, SQLAlchemyError, OSError) as error:
-        raise TryAgainError(f"{uri}: {_cause(error)}") from error
+        raise _later(error, uri) from error
 
 
 def _meaning(error: MlflowException, uri: str) -> SyncError:
@@ -516,11 +552,14 @@ def _meaning(error: MlflowException, uri: str) -> SyncError:
         return RefusedError(f"{uri} refuses: {text}")
     if status == 400:
         return RejectedRecordError(text)
-    return TryAgainError(f"{uri}: {_cause(error)}")
+    return _later(error, uri)
 
 
-def _cause(error: BaseException) -> str:
-    """The innermost reason, in one line: "[Errno 111] Connection refused"."""
+def _later(error: BaseException, uri: str) -> TryAgainError:
+    """The innermost reason, in one line, "[Errno 111] Connection refused", and how long the server asks us to wait."""
+    after_s: float | None = getattr(error, "after_s", None)
     while inner := error.__cause__ or error.__context__:
         error = inner
-    return str(error).split("\n", maxsplit=1)[0][:300]
+        after_s = getattr(error, "after_s", after_s)
+    text = str(error).split("\n", maxsplit=1)[0][:300]
+    return TryAgainError(f"{uri}: {text}", after_s)
