@@ -1,4 +1,4 @@
-"""MLflow 3: a tracking server over HTTP, or a database through MLflow's own store. The only importer of `mlflow`.
+"""MLflow 3: a tracking server over HTTP, or a database through MLflow's own store. With `sync.bulk`, the only importer of `mlflow`.
 
 What is idempotent there, and therefore all that is used: a run found by its tag `spool.run_id`; metrics, whose primary key is
 (key, time in ms, step, value); params and tags; files under names that depend on their rows alone; spans under their own ids.
@@ -35,7 +35,7 @@ from mlflow.utils.rest_utils import http_request
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from sqlalchemy.exc import SQLAlchemyError
 
-from sync import document, name, otlp
+from sync import bulk, document, name, otlp
 from sync.batch import Batch
 from sync.destinations import Destination
 from sync.errors import RefusedError, RejectedRecordError, SetupError, SyncError, TryAgainError
@@ -94,6 +94,10 @@ class MlflowDestination(Destination):
         self._state = state
         self._uri = mlflow.get_tracking_uri()
         self._store = _get_store()
+        with _answers(self._uri):
+            self._bulk = bulk.of(self._store)
+        if self._bulk is not None:
+            self.rows_per_request = MappingProxyType({**self.rows_per_request, "metrics": bulk.ROWS})
 
     # --- the run
 
@@ -191,7 +195,9 @@ class MlflowDestination(Destination):
                 metrics = self._metrics([row for row in rows if row["value"] is not None])
             self.pass_over(batch)
             tags = [] if batch.cursor is None else [RunTag(*self._cursor_tag(batch.writer_id))]
-            if metrics or tags:
+            if metrics and self._bulk is not None:
+                self._bulk.log(self._run_id, metrics, tags)  # in one transaction
+            elif metrics or tags:
                 self._store.log_batch(self._run_id, metrics, [], tags)  # in this order, each in its own transaction
 
     def pass_over(self, batch: Batch) -> None:
@@ -387,6 +393,9 @@ class MlflowDestination(Destination):
                     return
 
     def _history(self, mapped: str) -> Iterable[Point]:
+        if self._bulk is not None:
+            yield from self._bulk.history(self._run_id, mapped)
+            return
         page = None
         while page is None or page.token:
             page = self._store.get_metric_history(
