@@ -1,4 +1,4 @@
-"""MLflow 3: a tracking server over HTTP, or a database through MLflow's own store. The only importer of `mlflow`.
+"""MLflow 3: a tracking server over HTTP, or a database through MLflow's own store. With `sync.bulk`, the only importer of `mlflow`.
 
 What is idempotent there, and therefore all that is used: a run found by its tag `spool.run_id`; metrics, whose primary key is
 (key, time in ms, step, value); params and tags; files under names that depend on their rows alone; spans under their own ids.
@@ -38,7 +38,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from sync import document, fresh, name, otlp
+from sync import bulk, document, fresh, name, otlp
 from sync.batch import Batch
 from sync.destinations import Destination, Proof
 from sync.errors import RefusedError, RejectedRecordError, SetupError, SyncError, TryAgainError
@@ -123,6 +123,10 @@ class MlflowDestination(Destination):
         self._state = state
         self._uri = mlflow.get_tracking_uri()
         self._store = _get_store()
+        with _answers(self._uri):
+            self._bulk = bulk.of(self._store)
+        if self._bulk is not None:
+            self.rows_per_request = MappingProxyType({**self.rows_per_request, "metrics": bulk.ROWS})
 
     # --- the run
 
@@ -235,7 +239,9 @@ class MlflowDestination(Destination):
                 metrics = self._metrics([row for row in rows if row["value"] is not None])
             self.pass_over(batch)
             tags = [] if batch.cursor is None else [RunTag(*self._cursor_tag(batch.writer_id))]
-            if metrics or tags:
+            if metrics and self._bulk is not None:
+                self._bulk.log(self._run_id, metrics, tags)  # in one transaction
+            elif metrics or tags:
                 self._store.log_batch(self._run_id, metrics, [], tags)  # in this order, each in its own transaction
 
     def pass_over(self, batch: Batch) -> None:
@@ -451,6 +457,9 @@ class MlflowProof(Proof):
                 self._spans.update((trace.info.trace_id, one.span_id, one.end_time_ns) for one in trace.data.spans)
 
     def _history(self, mapped: str) -> Iterable[Point]:
+        if self._of._bulk is not None:
+            yield from self._of._bulk.history(self._of._run_id, mapped)
+            return
         page = None
         while page is None or page.token:
             page = self._of._store.get_metric_history(
