@@ -68,14 +68,18 @@ def load(folder: Path, destination: str, identity: str, run_id: str) -> Cursor:
 
 def of_run(folder: Path, destination: str, run_id: str) -> list[Cursor]:
     """Every cursor of a run at one destination, of each identity that it has had there. Changes nothing."""
-    found = []
+    return by_run(folder, destination).get(run_id, [])
+
+
+def by_run(folder: Path, destination: str) -> dict[str, list[Cursor]]:
+    """run id -> its cursors at one destination, as `of_run` gives them; reads each file once."""
+    found: dict[str, list[Cursor]] = {}
     for path in sorted((folder / destination).glob("*.json")):
         try:
             one = _parse(path, path.read_bytes())
         except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError):
             continue  # says nothing of any run; the next sync moves it aside
-        if one.run_id == run_id:
-            found.append(one)
+        found.setdefault(one.run_id, []).append(one)
     return found
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
+from spool.errors import SpoolError
 from spool.reader import RunReader
 from sync.engine import Replay
 from sync.errors import StoppedError, UnreachableError
@@ -32,15 +33,19 @@ def each(
         nonlocal why
         if gave_up.is_set():
             return RunReport(run.id, terms.destination.label, problem=_NOT_TRIED + why)
-        replay = terms.replay(run)
+        report = RunReport(run.id, terms.destination.label)
         try:
+            replay = terms.replay(run)
+            report = replay.report
             act(replay)
         except (UnreachableError, StoppedError) as error:  # the report says it as well
             if isinstance(error, StoppedError) or not is_there():
                 why = str(error)
                 gave_up.set()
-        done(replay.report)
-        return replay.report
+        except (SpoolError, OSError) as error:  # of this run: the others go on
+            report.problem = str(error)
+        done(report)
+        return report
 
     with ThreadPoolExecutor(max(1, min(jobs, len(runs)))) as pool:
         return list(pool.map(one, runs))

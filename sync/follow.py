@@ -87,19 +87,22 @@ class Follow:
 
     def _list(self) -> None:
         now_s = time.monotonic()
-        changed_ns = self._root.stat().st_mtime_ns
+        try:
+            changed_ns = self._root.stat().st_mtime_ns
+        except FileNotFoundError:  # the trainer has not begun yet
+            return
         if changed_ns == self._listed_ns and now_s - self._listed_at_s < _LIST_EACH_S:
             return
         self._listed_ns, self._listed_at_s = changed_ns, now_s
-        for path in layout.runs(self._root):
-            if path.name in self._runs or path.name in self._others:
-                continue
+        new = [one for one in layout.runs(self._root) if one.name not in self._runs and one.name not in self._others]
+        cursors = cursor.by_run(self._terms.folder, self._terms.destination.label.lower()) if new else {}
+        for path in new:
             if not self._is_meant(path):
                 self._others.add(path.name)
                 continue
             followed = _Followed(LiveRun(path, self._terms), grew_at_s=now_s)
             self._runs[path.name] = self._live[path.name] = followed
-            if self._is_proven(path):
+            if self._is_proven(path, cursors.get(path.name, [])):
                 self._set_over(followed)
 
     def _set_over(self, followed: _Followed) -> None:
@@ -107,13 +110,14 @@ class Follow:
         with suppress(FileNotFoundError):  # removed by gc
             followed.folder_ns = followed.live.path.stat().st_mtime_ns
 
-    def _is_proven(self, path: Path) -> bool:
+    @staticmethod
+    def _is_proven(path: Path, cursors: list[cursor.Cursor]) -> bool:
         """Whether an earlier sync has proven all of a run that is over to be there: a restart need not ask for all of it again."""
         glances = layout.glance(path)
         if status.why_not_over(glances) is not None:
             return False
         state = status.status_of(glances).state
-        for one in cursor.of_run(self._terms.folder, self._terms.destination.label.lower(), path.name):
+        for one in cursors:
             reached = all(
                 one.delivered.get(writer.path.name, {}).get(table, 0) >= writer.last.seq
                 for writer in glances

@@ -135,7 +135,11 @@ class LiveRun:
         rows = 0
         for path in layout.writers(self.path):
             if path not in session.followers:
-                attempt = layout.header(path).get("attempt", {}).get("id", "unknown")
+                attempt = layout.header(path).get("attempt", {}).get("id")
+                if (
+                    attempt is None
+                ):  # it has just begun; where its header is damaged, the replay of the whole run reads it
+                    continue
                 if attempt not in session.attempts:  # a new attempt: config, status and rewound steps are others now
                     self._drop()
                     return rows

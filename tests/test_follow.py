@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import syncing
+from syncing import ROOT, query, record
 
 import spool
-from tests import syncing
-from tests.syncing import ROOT, query, record
 
 pytest.importorskip("mlflow")
 WAIT_S = 60
@@ -200,3 +200,30 @@ def test_the_documented_cron_line_says_nothing_where_all_is_well(tmp_path: Path)
     )  # cron gives its lines to a shell
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert metric_count(tmp_path) == 1
+
+
+def test_a_spool_that_does_not_exist_yet_is_waited_for(tmp_path: Path) -> None:
+    with following(tmp_path) as process:
+        until(lambda: "following" in (tmp_path / "err").read_text(), tmp_path)
+        record(tmp_path, "run = spool.init(project='p', experiment='one'); run.log({'a': 1}, step=1); run.finish()")
+        until(lambda: metric_count(tmp_path) == 1 and statuses(tmp_path) == ["FINISHED"], tmp_path)
+        assert end(process) == 0
+
+
+def test_a_writer_whose_header_is_damaged_does_not_hold_up_the_run(tmp_path: Path) -> None:
+    """It is left to the replay of the whole run, at its end."""
+    root = record(
+        tmp_path,
+        "run = spool.init(project='p', experiment='one'); run.log({'a': 1}, step=1)\nos.kill(os.getpid(), 9)",
+        expect=-signal.SIGKILL,
+    )
+    [run_path] = root.glob("2*")
+    [first] = run_path.glob("*/000001.jsonl")
+    with spool.init(dir=root, run_id=run_path.name, resume=True) as run:
+        first.write_bytes(first.read_bytes().replace(b'{"format', b'{"fXrmat', 1))
+        with following(tmp_path) as process:
+            run.log({"b": 1}, step=2)
+            until(lambda: metric_count(tmp_path) == 1, tmp_path)
+            run.finish()
+            until(lambda: metric_count(tmp_path) == 2 and statuses(tmp_path) == ["FINISHED"], tmp_path)
+            assert end(process) == 3

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syncing import ROOT, record
 
 import spool
-from tests.syncing import ROOT, record
 
 SCRIPT = """
 with spool.init(project='p', experiment='e', config={'lr': 0.1}) as run:
@@ -286,3 +286,29 @@ def test_a_destination_from_another_package_is_found_by_its_entry_point(folder: 
     assert json.loads(done.stdout)["runs"][0]["destination"] == "Team"
     assert len(lines(folder / "out", "metrics")) == 80
     assert math.isclose(lines(folder / "out", "metrics")[0]["value"], 1.0)
+
+
+# --- memory
+
+
+@pytest.mark.parametrize(
+    "metrics", [500_000, pytest.param(50_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+def test_memory_is_flat_however_long_the_run(tmp_path: Path, metrics: int) -> None:
+    """At most 300 MB, of which Python with pyarrow takes 100."""
+    record(
+        tmp_path,
+        "run = spool.init(project='p', experiment='e', durability='os')\n"
+        "values = {f'key/{place}': place / 7 for place in range(50)}\n"
+        f"for step in range({metrics // 50}): run.log(values, step=step)\n"
+        "run.finish()",
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPOOL_DIR": "spool-data"}
+    command = [sys.executable, "-m", "sync", "--to", "jsonl=out", "--json"]
+    with (tmp_path / "report").open("w") as report:
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=report)
+        _, status, usage = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    [run] = json.loads((tmp_path / "report").read_text())["runs"]
+    assert run["tables"]["metrics"]["held"] == metrics
+    assert usage.ru_maxrss <= 300 * 1024

@@ -12,13 +12,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import syncing
-from syncing import Result, query, record, stored_metrics, sync
+from syncing import ROOT, Result, query, record, stored_metrics, sync
 
 from spool import claim, format
 
@@ -634,6 +635,94 @@ def test_a_deleted_run_is_not_revived_and_the_message_says_how(folder: Path, sma
     assert result.code == 4
     assert "mlflow runs restore --run-id" in result.out
     assert query(folder / "mlflow.db", "select count(*) from runs") == [(1,)]
+
+
+def test_again_replays_a_deleted_run_into_a_new_one(folder: Path, small_spool: Path) -> None:
+    spool = copy(small_spool, folder)
+    delivered(sync(folder))
+    connection = sqlite3.connect(folder / "mlflow.db")
+    with connection:
+        connection.execute("update runs set lifecycle_stage = 'deleted'")
+    connection.close()
+    result = sync(folder, "--again", "--json")
+    delivered(result)
+    assert result.tables["metrics"]["already_there"] == 0
+    delivered(sync(folder, "--again"))
+    stages = query(folder / "mlflow.db", "select lifecycle_stage, count(*) from runs group by 1 order by 1")
+    assert stages == [("active", 1), ("deleted", 1)]
+    new = "run_uuid in (select run_uuid from runs where lifecycle_stage = 'active')"
+    rows = query(folder / "mlflow.db", f"select key, value, timestamp, step, is_nan from metrics where {new}")
+    found = Counter((key, "NaN" if is_nan else value, ms, step) for key, value, ms, step, is_nan in rows)
+    assert found == Counter(set(syncing.logged_metrics(spool)))
+
+
+def test_verify_finds_what_is_missing_and_what_is_more_and_changes_nothing(folder: Path, small_spool: Path) -> None:
+    copy(small_spool, folder)
+    assert sync(folder, "--verify").code == 4
+    assert query(folder / "mlflow.db", "select count(*) from runs") == [(0,)]
+    delivered(sync(folder))
+    delivered(sync(folder, "--verify"))
+    connection = sqlite3.connect(folder / "mlflow.db")
+    with connection:
+        connection.execute("delete from metrics where step = 2")
+        connection.execute("insert into metrics select 'loss', 77, 1, run_uuid, 1, 0 from runs")
+        connection.execute("delete from tags where key = 'spool.host'")
+    connection.close()
+    before = (folder / "mlflow.db").read_bytes()
+    result = sync(folder, "--verify")
+    assert result.code == 3
+    assert "differs: 7 of" in result.out
+    assert "differs: tag spool.host is not there" in result.out
+    assert (folder / "mlflow.db").read_bytes() == before
+
+
+def test_retract_deletes_run_and_traces_and_moves_them_where_asked(folder: Path, small_spool: Path) -> None:
+    spool = copy(small_spool, folder)
+    delivered(sync(folder))
+    environment = {**os.environ, "HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    command = [
+        sys.executable,
+        "-m",
+        "sync",
+        "retract",
+        "--to",
+        "mlflow",
+        "--run",
+        "math/*",
+        "--yes",
+        "--move-to",
+        "right",
+    ]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    names = query(
+        folder / "mlflow.db",
+        "select e.name, r.lifecycle_stage from runs r join experiments e on e.experiment_id = r.experiment_id order by 1",
+    )
+    assert names == [("math", "deleted"), ("right", "active")]
+    assert syncing.stored_spans(folder / "mlflow.db") == syncing.logged_spans(spool)
+    assert syncing.linked_traces(folder / "mlflow.db").total() >= 1
+    assert query(
+        folder / "mlflow.db", "select distinct e.name from trace_info t join experiments e using (experiment_id)"
+    ) == [("right",)]
+
+
+def test_a_resumed_run_shows_no_zigzag_in_mlflow_unless_asked_for(folder: Path) -> None:
+    record(
+        folder,
+        "run = spool.init(project='p', experiment='e')\n"
+        "for step in range(1, 11): run.log({'loss': step}, step=step)\n"
+        "run.finish(status='failed')\n"
+        "again = spool.init(run_id=run.id, resume=True)\n"
+        "for step in range(7, 13): again.log({'loss': step * 10}, step=step)\n"
+        "again.finish()",
+    )
+    delivered(sync(folder))
+    rows = query(folder / "mlflow.db", "select step, value from metrics order by step")
+    assert rows == [(step, float(step) if step < 7 else step * 10.0) for step in range(1, 13)]
+    delivered(sync(folder, "--rewind", "keep"))
+    assert query(folder / "mlflow.db", "select count(*) from metrics") == [(16,)]
 
 
 def test_a_run_moved_or_renamed_in_mlflow_is_found_again(folder: Path, small_spool: Path) -> None:
