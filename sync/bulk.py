@@ -71,7 +71,7 @@ class Bulk:
         is_nan, value = self._store.sanitize_metric_value(metric.value)
         return {
             "key": metric.key,
-            "value": value,
+            "value": value + 0.0,  # through MLflow no database keeps the sign of a zero
             "timestamp": metric.timestamp,
             "step": metric.step,
             "is_nan": is_nan,
@@ -131,7 +131,7 @@ def _write_postgresql(session: Session, table: sa.Table, rows: list[dict[str, An
     if not rows:
         return
     names = list(rows[0])
-    columns = ", ".join(f"{name} {table.c[name].type.compile(postgresql.dialect())}" for name in names)
+    columns = ", ".join(f"{name} {table.c[name].type.compile(session.get_bind().dialect)}" for name in names)
     source = sa.text(f"SELECT {', '.join(names)} FROM json_to_recordset(:rows) AS given({columns})")  # noqa: S608 - no data
     given = source.bindparams(rows=json.dumps(rows)).columns(*(table.c[name] for name in names))
     session.execute(_conflict(postgresql.insert(table).from_select(names, given), table, replaced))

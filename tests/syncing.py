@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ WRITING = {
             "update_run_info",
         ),
     ),
+    "sync.bulk": ("Bulk", ("log",)),
     "mlflow.store.artifact.local_artifact_repo": ("LocalArtifactRepository", ("log_artifact",)),
 }
 
@@ -60,17 +62,32 @@ class Result:
         return run["tables"]
 
 
-def sync(folder: Path, *arguments: str, uri: str | None = None, kill_after: int | None = None) -> Result:
-    """`spool-sync --to mlflow …` in `folder`, as a process of its own; SIGKILLed once that many remote writes are done."""
+def sync(
+    folder: Path,
+    *arguments: str,
+    uri: str | None = None,
+    kill_after: int | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> Result:
+    """`spool-sync --to mlflow …` in `folder`, as a process of its own; SIGKILLed once that many remote writes are done.
+
+    `prepare`, a function of a module, is called in that process before.
+    """
     environment = {"HOME": str(folder / "home"), "MLFLOW_TRACKING_URI": uri}
-    process = _processes.Process(target=_sync, args=(folder, list(arguments), environment, kill_after))
+    process = _processes.Process(target=_sync, args=(folder, list(arguments), environment, kill_after, prepare))
     process.start()
     process.join(120)
     assert process.exitcode is not None, "spool-sync hangs"
     return Result(process.exitcode, (folder / "out").read_text(), (folder / "err").read_text())
 
 
-def _sync(folder: Path, arguments: list[str], environment: dict[str, str | None], kill_after: int | None) -> None:
+def _sync(
+    folder: Path,
+    arguments: list[str],
+    environment: dict[str, str | None],
+    kill_after: int | None,
+    prepare: Callable[[], None] | None,
+) -> None:
     os.chdir(folder)
     for key, value in environment.items():
         if value is None:
@@ -81,6 +98,8 @@ def _sync(folder: Path, arguments: list[str], environment: dict[str, str | None]
         os.dup2(os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), descriptor)
     if kill_after is not None:
         _die_after(kill_after)
+    if prepare is not None:
+        prepare()
     from sync.cli import main
 
     main(["--to", "mlflow", *arguments])
