@@ -53,7 +53,7 @@ class Bulk:
         A run that is not there or not active, and a row that MLflow does not take, are refused as `log_batch` refuses them.
         """
         _validate_run_id(run_id)
-        _, _, tags = _validate_batch_log_data(metrics, [], tags)
+        _, _, tags = _validate_batch_log_data(list({_kind(one): one for one in metrics}.values()), [], tags)
         rows = [self._row(run_id, metric) for metric in metrics]
         with self._store.ManagedSessionMaker(read_only=False) as session:
             self._store._check_run_is_active(self._store._get_run(session, run_id))  # noqa: SLF001 - whose it is, and its stage
@@ -87,6 +87,12 @@ class Bulk:
             self._store._validate_run_accessible(session, run_id)  # noqa: SLF001 - whose it is
             for timestamp_ms, step, value, is_nan in session.execute(wanted):
                 yield Point(name, timestamp_ms, step, math.nan if is_nan else value)
+
+
+def _kind(metric: Metric) -> tuple[Any, ...]:
+    """All that MLflow's validation looks at: what it says of one metric holds for each of the same kind."""
+    value, time_ms, step = metric.value, metric.timestamp, metric.step
+    return metric.key, type(value), type(time_ms), type(step), isinstance(time_ms, int) and time_ms < 0
 
 
 def _latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
