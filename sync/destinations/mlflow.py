@@ -408,7 +408,7 @@ class MlflowDestination(Destination):
         check = {"metrics": self._holds_metric, "spans": self._holds_span, "events": self._holds_event}
         with _answers(self._uri):
             if batch.table == "metrics":
-                self._histories.ask({self._names.of(row["key"]) for row in rows})
+                self._histories.ask(map(self._names.of, {row["key"] for row in rows}))
             self._shelf.ask(batch.table, [row for row in rows if document.is_documented(batch.table, row)])
             return [check.get(batch.table, self._holds_row)(row) for row in rows]
 
