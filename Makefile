@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PEERS := .venv-bench
-BENCHES := log_cost log_while_sealing many_processes seal_speed torch_step disk_bytes verl_day start_cost verify_speed ls_speed full_disk tail_latency
+BENCHES := log_cost log_while_sealing many_processes seal_speed torch_step disk_bytes verl_day start_cost verify_speed ls_speed full_disk tail_latency replay
 REQUIREMENT := .$(if $(EXTRAS),[$(EXTRAS)])
 
 .PHONY: help setup demo test test-slow check bench bench-peers docs wheelhouse clean

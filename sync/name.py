@@ -6,6 +6,7 @@ is the destination, which knows what is taken (`suffixed` gives the second name)
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -15,6 +16,7 @@ MAX_CHARS = 225
 _FORBIDDEN = re.compile(r"[^/\w.\- :]")
 
 
+@lru_cache(maxsize=4096)  # a run has some hundred keys, and a row for each at every step
 def tracker_key(key: str) -> str:
     """The key as verl's MLflow logger writes it (`@` -> `_at_`, `//` -> `/`, else `_`), and valid where verl's is not:
     no empty or dotted path parts, no line end, at most MAX_CHARS.

@@ -3,15 +3,14 @@
 import math
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sync import name
 
 MAX_DOUBLE = 1.7976931348623157e308
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """One metric as it is sent: the tracker's primary key within the run."""
 
     name: str

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ WRITING = {
             "update_run_info",
         ),
     ),
+    "sync.bulk": ("Bulk", ("log",)),
     "mlflow.store.artifact.local_artifact_repo": ("LocalArtifactRepository", ("log_artifact",)),
 }
 
@@ -70,12 +72,13 @@ def sync(
     environment: dict[str, str | None] | None = None,
     clock_s: float = 0,
     timeout_s: float = 120,
+    prepare: Callable[[], None] | None = None,
 ) -> Result:
     """`spool-sync --to mlflow …` in `folder`, as a process of its own; SIGKILLed once that many remote writes are done, or
-    after that time. `clock_s`: how far its clock is wrong.
+    after that time. `clock_s`: how far its clock is wrong. `prepare`, a function of a module, is called in that process before.
     """
     settings = {"HOME": str(folder / "home"), "MLFLOW_TRACKING_URI": uri, **(environment or {})}
-    process = _processes.Process(target=_sync, args=(folder, list(arguments), settings, kill_after, clock_s))
+    process = _processes.Process(target=_sync, args=(folder, list(arguments), settings, kill_after, clock_s, prepare))
     process.start()
     if kill_after_s is not None:
         process.join(kill_after_s)
@@ -93,7 +96,12 @@ def _text(path: Path) -> str:
 
 
 def _sync(
-    folder: Path, arguments: list[str], environment: dict[str, str | None], kill_after: int | None, clock_s: float
+    folder: Path,
+    arguments: list[str],
+    environment: dict[str, str | None],
+    kill_after: int | None,
+    clock_s: float,
+    prepare: Callable[[], None] | None,
 ) -> None:
     os.chdir(folder)
     for key, value in environment.items():
@@ -108,6 +116,8 @@ def _sync(
         os.dup2(os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), descriptor)
     if kill_after is not None:
         _die_after(kill_after)
+    if prepare is not None:
+        prepare()
     from sync.cli import main
 
     main(["--to", "mlflow", *arguments])

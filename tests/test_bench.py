@@ -13,6 +13,7 @@ SMALL = {
     "log_while_sealing": ["--rounds", "1", "--journal-bytes", "100000"],
     "ls_speed": ["--runs", "2", "--rounds", "1"],
     "many_processes": ["--processes", "2", "--records", "10", "--rounds", "1"],
+    "replay": ["--rounds", "1", "--metrics", "1000", "--direct-metrics", "1000", "--traces", "10"],
     "seal_speed": ["--rounds", "1", "--journal-bytes", "100000", "--segments", "0"],
     "start_cost": ["--rounds", "1"],
     "tail_latency": ["--records", "2", "--runs", "3", "--idle-s", "0.1"],

@@ -472,7 +472,7 @@ class MlflowProof(Proof):
         check = {"metrics": self._holds_metric, "spans": self._holds_span, "events": self._holds_event}
         with _answers(self._of._uri):
             if batch.table == "metrics":
-                self._histories.ask({self._of._names.of(row["key"]) for row in rows})
+                self._histories.ask(map(self._of._names.of, {row["key"] for row in rows}))
             self._of._shelf.ask(batch.table, [row for row in rows if document.is_documented(batch.table, row)])
             return [check.get(batch.table, self._holds_row)(row) for row in rows]
 
