@@ -290,8 +290,8 @@ def tiny_spool(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_destinations_are_listed_without_importing_an_sdk() -> None:
     program = "import sys; from sync import destinations; print(destinations.names(), 'mlflow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["['mlflow']", "False"]
-    assert destinations.names() == ["mlflow"]
+    assert done.stdout.split() == ["['jsonl',", "'mlflow']", "False"]
+    assert destinations.names() == ["jsonl", "mlflow"]
 
 
 def test_what_is_no_spool_is_refused_in_one_sentence(tmp_path: Path) -> None:
