@@ -6,10 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
-import subprocess
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -18,6 +14,7 @@ from typing import Any
 
 import pytest
 import syncing
+from servers import running_postgres
 from syncing import query, record, sync
 
 if find_spec("mlflow") is None:
@@ -50,40 +47,8 @@ def sqlite_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def postgresql_uri() -> Iterator[str]:
-    """A PostgreSQL of this test alone, on a free port; it refuses to run as root, so that root runs it as `postgres`."""
-    places = [*sorted(Path("/usr/lib/postgresql").glob("*/bin")), *map(Path, os.get_exec_path())]
-    binaries = next((place for place in places if (place / "initdb").exists()), None)
-    if binaries is None:
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    if find_spec("psycopg2") is None:
-        pytest.skip("its driver is not installed: pip install psycopg2-binary")
-    other = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.getuid() == 0 else {}
-    folder = Path(tempfile.mkdtemp(prefix="spool-postgresql-"))  # not below pytest's folder, which is closed to others
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    try:
-        if other:
-            shutil.chown(folder, "postgres", "postgres")
-        run = partial(subprocess.run, check=True, capture_output=True, cwd=folder, **other)
-        run([binaries / "initdb", "-D", folder / "data", "-U", "mlflow", "-A", "trust", "-E", "UTF8"])
-        command = [binaries / "postgres", "-D", folder / "data", "-h", "127.0.0.1", "-p", str(port), "-k", folder]
-        with (folder / "log").open("wb") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, **other)
-        try:
-            until = time.monotonic() + 60
-            while subprocess.run(
-                [binaries / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)], check=False
-            ).returncode:
-                assert server.poll() is None, (folder / "log").read_text()
-                assert time.monotonic() < until, "PostgreSQL does not come up"
-                time.sleep(0.1)
-            yield f"postgresql+psycopg2://mlflow@127.0.0.1:{port}/postgres"
-        finally:
-            server.send_signal(signal.SIGINT)  # closes the connections first
-            server.wait(30)
-    finally:
-        shutil.rmtree(folder)
+    with running_postgres() as postgres:
+        yield postgres.new_database("bulk")
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
