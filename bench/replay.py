@@ -30,7 +30,13 @@ import spool
 
 ROOT = Path(__file__).resolve().parent.parent
 SPANS = 9
-QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "GIT_PYTHON_REFRESH": "quiet", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
+QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+}
 
 OURS = """
 import json, resource, sys, time
@@ -75,9 +81,8 @@ print(json.dumps({"write": seconds, "whole": seconds, "cpu": time.process_time()
 class Outcome(NamedTuple):
     write_s: float
     whole_s: float
-    busy: float
-    """Share of a core that the process took in the whole time."""
-    server_busy: float
+    cpu_s: float
+    server_cpu_s: float
 
 
 def main() -> None:
@@ -89,7 +94,7 @@ def main() -> None:
     chosen = arguments.parse_args()
     with workplace(chosen.folder) as folder:
         print(f"medians of {chosen.rounds} alternating rounds\n")
-        head = ["", "write /s", "whole /s", "x MlflowClient, write", "whole", "busy %", "server %"]
+        head = ["", "write /s", "whole /s", "x MlflowClient, write", "whole", "CPU µs each", "of the server", "busy %"]
         rows = [*over_http(folder, chosen.metrics, chosen.traces, chosen.rounds)]
         rows += direct(folder, chosen.direct_metrics, chosen.rounds)
         table(head, rows)
@@ -132,8 +137,9 @@ def row(name: str, things: int, found: list[Outcome], beside: list[Outcome] | No
     ratios = ["", ""]
     if beside is not None:
         ratios = [f"{median(one.write_s for one in beside) / seconds:.2f}" for seconds in (write_s, whole_s)]
-    busy = [f"{100 * median(one[at] for one in found):.0f}" for at in (2, 3)]
-    return [name, f"{things / write_s:,.0f}", f"{things / whole_s:,.0f}", *ratios, *busy]
+    cpu_us = [f"{1e6 * median(one[at] for one in found) / things:,.0f}" for at in (2, 3)]
+    busy = median((one.cpu_s + one.server_cpu_s) / one.whole_s for one in found)
+    return [name, f"{things / write_s:,.0f}", f"{things / whole_s:,.0f}", *ratios, *cpu_us, f"{100 * busy:.0f}"]
 
 
 def record_metrics(folder: Path, count: int) -> Path:
@@ -169,8 +175,7 @@ def run(program: str, recorded: Path, project: str, uri: str, server_pid: int | 
     require(done.returncode == 0, done.stderr)
     spent = json.loads(done.stdout.splitlines()[-1])
     require(spent["code"] == 0, done.stdout + done.stderr)
-    busy = (spent["cpu"], cpu_s(server_pid) - before)
-    return Outcome(spent["write"], spent["whole"], *(one / spent["whole"] for one in busy))
+    return Outcome(spent["write"], spent["whole"], spent["cpu"], cpu_s(server_pid) - before)
 
 
 def cpu_s(pid: int | None) -> float:
@@ -199,11 +204,21 @@ def server(folder: Path) -> Iterator[tuple[str, int, Path]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")]
+    command += [
+        "--backend-store-uri",
+        f"sqlite:///{folder}/mlflow.db",
+        "--artifacts-destination",
+        str(folder / "artifacts"),
+    ]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW_")}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment | QUIET | {"HOME": str(folder)}, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment | QUIET | {"HOME": str(folder)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         until = time.monotonic() + 120

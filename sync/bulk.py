@@ -28,6 +28,7 @@ ROWS = 10_000
 
 _METRICS, _LATEST, _TAGS = (model.__table__ for model in (SqlMetric, SqlLatestMetric, SqlTag))
 _RECENCY = ("step", "timestamp", "value")
+_recency = itemgetter(*_RECENCY)
 
 Write = Callable[[Session, sa.Table, list[dict[str, Any]], tuple[str, ...]], None]
 
@@ -107,10 +108,6 @@ def _latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if known is None or _recency(row) > _recency(known):
             found[row["key"]] = row
     return [found[key] for key in sorted(found)]
-
-
-def _recency(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[column] for column in _RECENCY)
 
 
 def _conflict(statement: Any, table: sa.Table, replaced: tuple[str, ...]) -> Any:
