@@ -141,7 +141,7 @@ def _write_postgresql(session: Session, table: sa.Table, rows: list[dict[str, An
         return
     names = list(rows[0])
     columns = ", ".join(f"{name} {table.c[name].type.compile(session.get_bind().dialect)}" for name in names)
-    source = sa.text(f"SELECT {', '.join(names)} FROM json_to_recordset(:rows) AS given({columns})")  # noqa: S608 - no data
+    source = sa.text(f"SELECT {', '.join(names)} FROM json_to_recordset(CAST(:rows AS JSON)) AS given({columns})")  # noqa: S608 - no data
     given = source.bindparams(rows=json.dumps(rows)).columns(*(table.c[name] for name in names))
     session.execute(_conflict(postgresql.insert(table).from_select(names, given), table, replaced))
 
