@@ -30,7 +30,7 @@ demo: setup
 	@$(BIN)/python -m trainer.demo
 
 test: setup
-	@$(BIN)/python -m pytest -n auto
+	@$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: setup
 	@$(BIN)/python -m pytest -m slow

@@ -35,6 +35,7 @@ QUIET = {
     "DO_NOT_TRACK": "true",
     "GIT_PYTHON_REFRESH": "quiet",
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
 }
 
 OURS = """
@@ -80,9 +81,8 @@ print(json.dumps({"write": seconds, "whole": seconds, "cpu": time.process_time()
 class Outcome(NamedTuple):
     write_s: float
     whole_s: float
-    busy: float
-    """Share of a core that the process took in the whole time."""
-    server_busy: float
+    cpu_s: float
+    server_cpu_s: float
 
 
 def main() -> None:
@@ -94,25 +94,23 @@ def main() -> None:
     chosen = arguments.parse_args()
     with workplace(chosen.folder) as folder:
         print(f"medians of {chosen.rounds} alternating rounds\n")
-        head = ["", "write /s", "whole /s", "x MlflowClient, write", "whole", "busy %", "server %"]
+        head = ["", "write /s", "whole /s", "x MlflowClient, write", "whole", "CPU µs each", "of the server", "busy %"]
         rows = [*over_http(folder, chosen.metrics, chosen.traces, chosen.rounds)]
         rows += direct(folder, chosen.direct_metrics, chosen.rounds)
         table(head, rows)
 
 
 def over_http(folder: Path, metrics: int, traces: int, rounds: int) -> list[list[str]]:
-    metric_spool, trace_spool = (
-        record_metrics(folder / "http-metrics", metrics),
-        record_traces(folder / "traces", traces),
-    )
+    theirs, ours, traced = [], [], []
     with server(folder / "server") as (uri, pid, database):
-        theirs, ours, traced = [], [], []
+        run(THEIRS, record_metrics(folder / "first", 1000), "first", uri, pid)  # a server's first requests take seconds
         for number in range(rounds):
-            theirs.append(run(THEIRS, metric_spool, f"theirs-{number}", uri, pid))
-            ours.append(run(OURS, metric_spool, f"ours-{number}", uri, pid))
-            traced.append(run(OURS, trace_spool, f"traces-{number}", uri, pid))
-        require(count(database, "metrics") == 2 * rounds * metrics, "not all metrics are in the server's database")
-        require(count(database, "spans") == rounds * traces * SPANS, "not all spans are in the server's database")
+            recorded = record_metrics(folder / f"metrics-{number}", metrics)
+            theirs.append(run(THEIRS, recorded, f"theirs-{number}", uri, pid))
+            ours.append(run(OURS, recorded, f"ours-{number}", uri, pid))
+            traced.append(run(OURS, record_traces(folder / f"traces-{number}", traces), f"traces-{number}", uri, pid))
+        require(count(database, "metrics") == 1000 + 2 * rounds * metrics, "the server does not hold all metrics")
+        require(count(database, "spans") == rounds * traces * SPANS, "the server does not hold all spans")
     return [
         row("MlflowClient, HTTP: metrics", metrics, theirs, theirs),
         row("spool-sync, HTTP: metrics", metrics, ours, theirs),
@@ -121,13 +119,13 @@ def over_http(folder: Path, metrics: int, traces: int, rounds: int) -> list[list
 
 
 def direct(folder: Path, metrics: int, rounds: int) -> list[list[str]]:
-    recorded = record_metrics(folder / "direct-metrics", metrics)
     uri = f"sqlite:///{folder}/direct.db"
     theirs, ours = [], []
     for number in range(rounds):
+        recorded = record_metrics(folder / f"direct-{number}", metrics)
         theirs.append(run(THEIRS, recorded, f"theirs-{number}", uri, None))
         ours.append(run(OURS, recorded, f"ours-{number}", uri, None))
-    require(count(folder / "direct.db", "metrics") == 2 * rounds * metrics, "not all metrics are in the database")
+    require(count(folder / "direct.db", "metrics") == 2 * rounds * metrics, "the database does not hold all metrics")
     return [
         row("MlflowClient, sqlite:///: metrics", metrics, theirs, theirs),
         row("spool-sync, sqlite:///: metrics", metrics, ours, theirs),
@@ -139,13 +137,14 @@ def row(name: str, things: int, found: list[Outcome], beside: list[Outcome] | No
     ratios = ["", ""]
     if beside is not None:
         ratios = [f"{median(one.write_s for one in beside) / seconds:.2f}" for seconds in (write_s, whole_s)]
-    busy = [f"{100 * median(one[at] for one in found):.0f}" for at in (2, 3)]
-    return [name, f"{things / write_s:,.0f}", f"{things / whole_s:,.0f}", *ratios, *busy]
+    cpu_us = [f"{1e6 * median(one[at] for one in found) / things:,.0f}" for at in (2, 3)]
+    busy = median((one.cpu_s + one.server_cpu_s) / one.whole_s for one in found)
+    return [name, f"{things / write_s:,.0f}", f"{things / whole_s:,.0f}", *ratios, *cpu_us, f"{100 * busy:.0f}"]
 
 
 def record_metrics(folder: Path, count: int) -> Path:
     run = spool.init(project="bench", experiment="replay", dir=folder)
-    for step in range(max(1, count // len(KEYS))):
+    for step in range(count // len(KEYS)):
         run.log({key: step + place / 7 for place, key in enumerate(KEYS)}, step=step)
     run.finish()
     return folder
@@ -176,8 +175,7 @@ def run(program: str, recorded: Path, project: str, uri: str, server_pid: int | 
     require(done.returncode == 0, done.stderr)
     spent = json.loads(done.stdout.splitlines()[-1])
     require(spent["code"] == 0, done.stdout + done.stderr)
-    busy = (spent["cpu"], cpu_s(server_pid) - before)
-    return Outcome(spent["write"], spent["whole"], *(one / spent["whole"] for one in busy))
+    return Outcome(spent["write"], spent["whole"], spent["cpu"], cpu_s(server_pid) - before)
 
 
 def cpu_s(pid: int | None) -> float:

@@ -28,6 +28,7 @@ ROWS = 10_000
 
 _METRICS, _LATEST, _TAGS = (model.__table__ for model in (SqlMetric, SqlLatestMetric, SqlTag))
 _RECENCY = ("step", "timestamp", "value")
+_recency = itemgetter(*_RECENCY)
 
 Write = Callable[[Session, sa.Table, list[dict[str, Any]], tuple[str, ...]], None]
 
@@ -109,10 +110,6 @@ def _latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [found[key] for key in sorted(found)]
 
 
-def _recency(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[column] for column in _RECENCY)
-
-
 def _conflict(statement: Any, table: sa.Table, replaced: tuple[str, ...]) -> Any:
     """What becomes of a row that is there already: it stays, or these columns are replaced, of a metric by a later one only."""
     if not replaced:
@@ -144,7 +141,7 @@ def _write_postgresql(session: Session, table: sa.Table, rows: list[dict[str, An
         return
     names = list(rows[0])
     columns = ", ".join(f"{name} {table.c[name].type.compile(session.get_bind().dialect)}" for name in names)
-    source = sa.text(f"SELECT {', '.join(names)} FROM json_to_recordset(:rows) AS given({columns})")  # noqa: S608 - no data
+    source = sa.text(f"SELECT {', '.join(names)} FROM json_to_recordset(CAST(:rows AS JSON)) AS given({columns})")  # noqa: S608 - no data
     given = source.bindparams(rows=json.dumps(rows)).columns(*(table.c[name] for name in names))
     session.execute(_conflict(postgresql.insert(table).from_select(names, given), table, replaced))
 
