@@ -56,7 +56,12 @@ def file_mode() -> int:
 def _give_to_group(path: Path) -> None:
     group = os.environ.get("SPOOL_GROUP")
     if group:
-        shutil.chown(path, group=group)
+        try:
+            shutil.chown(path, group=group)
+        except LookupError as error:
+            raise OSError(
+                errno.EINVAL, f"SPOOL_GROUP is {group!r}, and there is no such group here", str(path)
+            ) from error
         os.chmod(path, folder_mode() if path.is_dir() else file_mode())  # the umask may have taken the group's bits
 
 

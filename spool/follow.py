@@ -172,6 +172,9 @@ class Follower:
         yield record
 
     def _take_header(self, journal: Path, offset: int, header: dict[str, Any]) -> None:
+        if not format.is_header(header):
+            self._bad.append(Damage(str(journal), offset, 0, "no line of a journal"))
+            return
         format.check_format(header.get("format"), str(journal))
         if header["writer"] != self.path.name:
             self._is_read = True

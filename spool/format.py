@@ -215,9 +215,19 @@ def seq_of_line(line: bytes) -> int | None:
     return int(match[1]) if match else None
 
 
-HEADER_KEYS = {"format", "run", "writer", "attempt", "journal", "first_seq"}
-MANIFEST_KEYS = {"format", "run", "writer", "number", "first_seq", "last_seq", "journal", "header", "tables", "damaged"}
-"""What a reader counts on; a line or file that proves itself and lacks one of them is another, put in its place."""
+MANIFEST_KEYS = {
+    *("format", "run", "writer", "number", "first_seq", "last_seq", "last_ts"),
+    *("journal", "header", "tables", "damaged", "end"),
+}
+"""What a reader counts on; a file that proves itself and lacks one of them is another, put in its place."""
+_HEADER_KEYS = {"format", "run", "writer", "attempt", "journal", "first_seq"}
+
+
+def is_header(line: dict[str, Any]) -> bool:
+    """Whether a line that proves itself holds what a reader counts on in a header."""
+    attempt = line.get("attempt")
+    return line.keys() >= _HEADER_KEYS and isinstance(attempt, dict) and attempt.keys() >= {"id", "number"}
+
 
 _START = b'{"seq":'
 _END = re.compile(rb',"crc":"([0-9a-f]{8})"\}')

@@ -218,7 +218,7 @@ def _file_intact(result: Scan, bad: list[tuple[int, int, str]], offset: int, lin
         result.lengths.append(len(line))
         return
     header = format.decode(line)
-    if not header.keys() >= format.HEADER_KEYS:
+    if not format.is_header(header):
         bad.append((offset, len(line) + 1, "no line of a journal"))
         return
     if result.header is None:

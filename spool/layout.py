@@ -160,10 +160,12 @@ def source_header(source: Source) -> dict[str, Any]:
         with suppress(FileNotFoundError), source.journal.open("rb") as file:  # sealed and removed since we looked
             line = file.readline().removesuffix(b"\n")
             if format.is_intact(line) and format.seq_of_line(line) is None:
-                return format.decode(line)
+                found = format.decode(line)
+                return found if format.is_header(found) else {}
     if source.segment is not None:
         with suppress(OSError, ValueError):
-            return manifest(source.segment).get("header") or {}
+            found = manifest(source.segment)["header"] or {}
+            return found if format.is_header(found) else {}
     return {}
 
 

@@ -225,7 +225,7 @@ def jsonable(value: object, notes: Notes, redact: Redact = keep, depth: int = 0,
     {"1": a, "1 (2)": b}.
     """
     plain, known = scalar(value)
-    if known and not ask(lambda: value.ndim)[0]:  # type: ignore[attr-defined] # a one-element array is a list here
+    if known and not ask(lambda: bool(value.ndim))[0]:  # type: ignore[attr-defined] # a one-element array is a list here
         if isinstance(plain, str):
             return clean_text(redact(plain), notes)
         if isinstance(plain, Decimal):

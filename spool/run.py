@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from spool import files, format, histogram, layout, process
 from spool.errors import WriteError
 from spool.process import warn
-from spool.record import Notes, Redact, ask, generation_body, jsonable, keep, shown, step_number
+from spool.record import Notes, Redact, ask, clean_text, generation_body, jsonable, keep, shown, step_number
 from spool.redact import Patterns
 from spool.room import Limits
 from spool.span import Span
@@ -153,7 +153,7 @@ class Run:
             summary = {"text": shown(values)}
         self._event("histogram", {"name": name, **summary}, step)
 
-    def tag(self, **tags: object) -> None:
+    def tag(self, /, **tags: object) -> None:
         """Label the run; a later value replaces an earlier one."""
         self._event("tag", tags)
 
@@ -162,34 +162,40 @@ class Run:
 
         The spool itself is left out where it lies below the folder.
         """
-        source = Path(path)
-        root = source if source.is_dir() else source.parent
-        below = (one for one in source.rglob("*") if one.is_file() and self.path.parent not in one.absolute().parents)
-        for file in sorted(below) if source.is_dir() else [source]:
-            shown_name = (
-                name if name and not source.is_dir() else str(Path(name or source.name) / file.relative_to(root))
+        try:
+            source = Path(path)
+            is_folder = source.is_dir()
+            below = (
+                one for one in source.rglob("*") if one.is_file() and self.path.parent not in one.absolute().parents
             )
+            found = sorted(below) if is_folder else [source]
+        except (OSError, ValueError, TypeError) as error:  # no path at all, or none that this system takes
+            self._refuse(f"{shown(path)}: not saved ({error})", error)
+            return
+        given = None if name is None else str(name)
+        for file in found:
             try:
                 sha256, size = files.publish_content(file, self.path / format.FILES_FOLDER)
-            except OSError as error:
-                self._refuse(f"{file}: not saved ({error})", error)
+            except (OSError, ValueError) as error:
+                self._refuse(f"{clean_text(str(file), Notes())}: not saved ({error})", error)
                 continue
-            shown_name = shown_name if source.is_dir() or name else file.name
-            self._event("file", {"name": shown_name, "size": size}, exact={"sha256": sha256})
+            below_name = str(Path(given or source.name) / file.relative_to(source)) if is_folder else given or file.name
+            self._event("file", {"name": below_name, "size": size}, exact={"sha256": sha256})
 
     def log_input(self, path: str | os.PathLike[str], role: str = "data") -> None:
         """Record which data or model was used: path, size, rows (Parquet, JSONL), sha256 (up to 1 GiB). Nothing is copied."""
-        source = Path(path)
-        body: dict[str, Any] = {"path": str(source.absolute()), "role": role}
+        body: dict[str, Any] = {"path": path, "role": role}
         try:
+            source = Path(path)
+            body["path"] = str(source.absolute())
             inside = [one for one in source.rglob("*") if one.is_file()] if source.is_dir() else [source]
             body["size"] = sum(one.stat().st_size for one in inside)
             body["files"] = len(inside)
             if not source.is_dir() and body["size"] <= _MAX_HASHED_BYTES:
                 body["sha256"] = files.sha256_file(source)
                 body["rows"] = _count_rows(source)
-        except OSError as error:
-            self._refuse(f"{source}: cannot describe this input ({error})", error)
+        except (OSError, ValueError, TypeError) as error:
+            self._refuse(f"{shown(path)}: cannot describe this input ({error})", error)
             body["error"] = str(error)
         self._event("input", body, exact={"sha256": body["sha256"]} if "sha256" in body else None)
 
@@ -219,9 +225,16 @@ class Run:
             return
         self._status = status
         body: dict[str, Any] = {"status": status, "lead": self.is_lead, "counts": self._counts()}
-        if self.is_lead:
-            body["roster"] = self._roster(writer)
-        error = writer.close(time.time_ns(), [format.event_body("finish", jsonable(body, Notes()))])
+        try:
+            if self.is_lead:
+                body["roster"] = self._roster(writer)
+            error = writer.close(time.time_ns(), [format.event_body("finish", jsonable(body, Notes()))])
+        except (
+            BaseException
+        ):  # Ctrl-C: where the end is not recorded yet, a later finish, or the exit of the script, does it
+            if not writer.is_ended:
+                self._status = None
+            raise
         process.closed(self)
         if self.is_lead:
             lost = f", {writer.lost} lost to a full or failing disk" if writer.lost else ""
@@ -292,7 +305,7 @@ class Run:
         if notes.replaced:
             self._warn_once("a text held lone surrogates, which UTF-8 cannot: stored as U+FFFD")
 
-    def _refuse(self, message: str, error: OSError) -> None:
+    def _refuse(self, message: str, error: Exception) -> None:
         if self._strict:
             raise WriteError(message) from error
         warn(message)

@@ -150,4 +150,9 @@ def main() -> None:
         for path in redundant:
             remove_sealed(path)
     except (OSError, SealError) as error:
-        sys.exit(f"spool: could not seal {journal}: {error}; the journal stays, nothing is lost")
+        stays = (
+            "the journal stays, nothing is lost"
+            if journal.exists()
+            else "and the journal is gone: somebody has removed it"
+        )
+        sys.exit(f"spool: could not seal {journal}: {error}; {stays}")

@@ -84,6 +84,11 @@ class Writer:
         """Records that are in no journal and will not be, of all tables."""
         return self._deferred.lost
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether the last record has been written, or given up: nothing follows it."""
+        return self._live.is_ended
+
     # --- a call, and calls from inside it
 
     def append(self, ts: int, step: int | None, bodies: list[bytes]) -> OSError | None:
@@ -118,16 +123,23 @@ class Writer:
     def _drain(self) -> None:
         """Do what calls from inside a call have left, in their order."""
         while self._queue and not self._busy:
-            ts, step, bodies = self._queue[0]
-            done, self._busy = self._live.seq + self._deferred.aside, True
+            self._busy = True  # from here on calls from inside are queued, and nobody else takes from the queue
             try:
+                if self._queue:  # a signal handler may have come in between, and done it all
+                    self._write_first(*self._queue[0])
+            finally:
+                self._busy = False
+
+    def _write_first(self, ts: int, step: int | None, bodies: list[bytes]) -> None:
+        done = self._live.seq + self._deferred.aside
+        try:
+            if bodies:
                 self._write(ts, step, bodies)
                 bodies.clear()
-            finally:  # a signal handler may raise here too: what is not written stays queued
-                self._busy = False
-                del bodies[: self._live.seq + self._deferred.aside - done]
-                if not bodies:
-                    self._queue.popleft()
+        finally:  # a signal handler may raise here too: what is not written stays queued
+            del bodies[: self._live.seq + self._deferred.aside - done]
+            if not bodies:
+                self._queue.popleft()
 
     def _write(self, ts: int, step: int | None, bodies: list[bytes]) -> OSError | None:
         live, deferred = self._live, self._deferred

@@ -592,3 +592,102 @@ def test_a_header_tells_run_writer_host_process_and_attempt(tmp_path):
     assert (header["pid"], header["lead"], header["journal"], header["first_seq"]) == (os.getpid(), True, 1, 1)
     assert {"host", "boot", "pid_namespace", "process_started", "created_ns", "format"} <= set(header)
     assert records(journal_path(run))[0]["event"] == "attempt"
+
+
+def test_a_signal_at_any_line_of_catching_up_loses_nothing_and_raises_nothing(tmp_path):
+    """A handler that logs comes at each line in turn of what does the calls from inside a call."""
+    codes = (Writer._drain.__code__, Writer._write_first.__code__)
+    lines = {line for code in codes for _, _, line in code.co_lines() if line}
+    for at in sorted(lines):
+        run = spool.init(project="p", experiment="e", dir=tmp_path)
+        logged = []
+
+        def log(*_: object, run=run, logged=logged) -> None:
+            logged.append(len(logged))
+            run.log({"sig": logged[-1]}, step=1)
+
+        done: list[int] = []
+
+        def trace(frame, _event, _argument, at=at, done=done, log=log):
+            def at_line(frame, event, _argument):
+                if event == "line" and frame.f_lineno == at and not done:
+                    done.append(at)
+                    log()
+                return at_line
+
+            return at_line if frame.f_code in codes else None
+
+        writer = run._writer
+        original = writer._live.sync_all
+
+        def sync_all(log=log, original=original):
+            log()  # as a handler would, inside flush: queued
+            original()
+
+        writer._live.sync_all = sync_all
+        sys.settrace(trace)
+        try:
+            run.flush()
+        finally:
+            sys.settrace(None)
+        writer._live.sync_all = original
+        run.finish()
+        found = spool.open(tmp_path).run(run.id)
+        values = found.metrics()["value"].to_pylist()
+        assert sorted(values) == logged, at
+        assert found.damage() == []
+
+
+def test_a_finish_that_ctrl_c_interrupts_can_be_done_again(tmp_path):
+    run = spool.init(project="p", experiment="e", dir=tmp_path)
+    run.log({"a": 1}, step=1)
+    thread = run._writer._thread
+    original = thread.join
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    thread.join = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run.finish()
+    thread.join = original
+    run.log({"b": 2}, step=2)
+    run.flush()
+    run.finish("killed")
+    found = spool.open(tmp_path).run(run.id)
+    assert found.status().state == "killed"
+    assert found.metrics()["key"].to_pylist() == ["a", "b"]
+
+
+def test_a_group_that_does_not_exist_is_refused_at_init_and_never_raises_later(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPOOL_GROUP", "no-such-group")
+    with pytest.raises(spool.SpoolError, match="no-such-group"):
+        spool.init(project="p", experiment="e", dir=tmp_path / "one")
+    monkeypatch.delenv("SPOOL_GROUP")
+    run = spool.init(project="p", experiment="e", dir=tmp_path / "two")
+    monkeypatch.setenv("SPOOL_GROUP", "no-such-group")
+    (tmp_path / "file").write_text("x")
+    run.log({"a": 1}, step=1)
+    run.save(tmp_path / "file")
+    assert "no-such-group" in capsys.readouterr().err
+    monkeypatch.delenv("SPOOL_GROUP")
+    run.finish()
+    assert spool.open(tmp_path / "two").runs()[0].status().state == "finished"
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "a\0b", "\udc00", None, 3])
+def test_a_path_that_is_none_is_said_and_raises_nothing(tmp_path, capsys, path):
+    run = spool.init(project="p", experiment="e", dir=tmp_path)
+    run.save(path)
+    run.log_input(path)
+    run.finish()
+    assert "not saved" in capsys.readouterr().err
+    assert spool.open(tmp_path).runs()[0].damage() == []
+
+
+def test_a_tag_may_be_called_self(tmp_path):
+    run = spool.init(project="p", experiment="e", dir=tmp_path)
+    run.tag(self=1)
+    run.finish()
+    bodies = spool.open(tmp_path).runs()[0].events()["body"].to_pylist()
+    assert '{"self":1}' in bodies
