@@ -94,7 +94,7 @@ class Bulk:
 def _kind(metric: Metric) -> tuple[Any, ...]:
     """All that MLflow's validation looks at: what it says of one metric holds for each of the same kind."""
     value, time_ms, step = metric.value, metric.timestamp, metric.step
-    return metric.key, type(value), type(time_ms), type(step), isinstance(time_ms, int) and time_ms < 0
+    return metric.key, type(value), type(time_ms), type(step), time_ms and time_ms < 0
 
 
 def _latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -171,6 +171,8 @@ def test_a_history_is_what_mlflow_gives(store: SqlAlchemyStore, new_run: Callabl
         (Metric("", 1.0, 0, 0), RejectedRecordError),
         (Metric("a", 1.0, -1, 0), RejectedRecordError),
         (Metric("a", True, 0, 0), RejectedRecordError),
+        (Metric("good", 1.0, -1, 0), RejectedRecordError),
+        (Metric("good", True, 0, 0), RejectedRecordError),
         (Metric("a", 1.0, 0, None), RejectedRecordError),
         (
             Metric("a", 1.0, 0, 2**63),
