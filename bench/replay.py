@@ -6,7 +6,13 @@ Both sides take the same metrics, 50 keys a step, from the same spool, into the 
 SQLite on this machine, and a SQLite file without a server. They alternate, each time into a new run, in a process of its own;
 neither's imports and connecting are in the times, and MlflowClient has its Metric objects made beforehand. "write" is from the
 first record sent to the last, "whole" everything from finding the run to the proof that all of it is held. Traces have 9 spans
-and about 31 kB. The last columns are how busy the process and the server were during all of it, in percent of one core.
+and about 31 kB. The last columns are processor time for each metric or trace, of the process and of the server with all its
+children, which other work on the machine disturbs less than seconds, and how busy both were together, in percent of one core.
+
+What bounds each: over HTTP the server, which spends about 0.12 ms of processor time on a metric in MLflow's ORM whoever sends it,
+and the proof adds about half of that, one request for the history of each key; the client needs 0.06 ms. For traces the server
+again, 11 to 12 ms for each, and 5 to 6 ms here, one after the other. Without a server, MlflowClient's own ORM (0.095 ms); ours is
+SQLite with its three indexes (0.006 ms) and Python that makes rows of Arrow and packs points (0.019 ms).
 """
 
 import json

@@ -136,7 +136,7 @@ def _write_sqlite(session: Session, table: sa.Table, rows: list[dict[str, Any]],
 
 
 def _write_postgresql(session: Session, table: sa.Table, rows: list[dict[str, Any]], replaced: tuple[str, ...]) -> None:
-    """All rows as one JSON text: as fast as COPY, and needs nothing of the driver."""
+    """All rows as one JSON text, which any driver carries; COPY by psycopg2 is a seventh faster, 64,000 rows a second beside 55,000."""
     if not rows:
         return
     names = list(rows[0])

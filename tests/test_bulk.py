@@ -105,6 +105,17 @@ def test_both_paths_leave_the_same_rows_whatever_collides(
         assert held(store, ours) == held(store, theirs)
 
 
+@pytest.mark.parametrize("values", [(math.nan, 0.0), (0.0, math.nan), (-1.0, math.nan, -0.0)])
+def test_of_equally_recent_metrics_the_first_stays_the_latest(
+    store: SqlAlchemyStore, new_run: Callable[[], str], values: tuple[float, ...]
+) -> None:
+    ours, theirs = new_run(), new_run()
+    metrics = [Metric("a", value, 1, 1) for value in values]
+    bulk.of(store).log(ours, metrics, [])
+    store.log_batch(theirs, metrics, [], [])
+    assert held(store, ours) == held(store, theirs)
+
+
 def test_a_large_batch_with_many_keys_and_its_repetition(store: SqlAlchemyStore, new_run: Callable[[], str]) -> None:
     ours, theirs, writer = new_run(), new_run(), bulk.of(store)
     metrics = [Metric(f"层/{at % 700}", at / 3, 10**12 + at, 2**63 - 1 - at) for at in range(2000)]
@@ -136,6 +147,8 @@ def test_a_history_is_what_mlflow_gives(store: SqlAlchemyStore, new_run: Callabl
         (Metric("", 1.0, 0, 0), RejectedRecordError),
         (Metric("a", 1.0, -1, 0), RejectedRecordError),
         (Metric("a", True, 0, 0), RejectedRecordError),
+        (Metric("good", 1.0, -1, 0), RejectedRecordError),
+        (Metric("good", True, 0, 0), RejectedRecordError),
         (Metric("a", 1.0, 0, None), RejectedRecordError),
         (
             Metric("a", 1.0, 0, 2**63),

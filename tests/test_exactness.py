@@ -241,7 +241,7 @@ def is_write(method: str, path: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("fate", [LOSE, CUT], ids=["lost", "cut"])
+@pytest.mark.parametrize("fate", [pytest.param(LOSE, id="lost"), pytest.param(CUT, id="cut", marks=pytest.mark.slow)])
 def test_every_write_applied_whose_first_answer_is_lost_or_cut_ends_exact(
     make_case, server: Server, fate: Fate
 ) -> None:
@@ -279,7 +279,7 @@ def test_each_kind_of_fault_on_every_third_request_ends_exact(make_case, server:
 # --- what the server asks for, what it refuses
 
 
-@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("status", [pytest.param(429, marks=pytest.mark.slow), 503])
 def test_where_the_server_says_how_long_to_wait_it_is_not_asked_earlier(make_case, server: Server, status: int) -> None:
     case = make_case(SMALL)
     first = scripted([answer(status, retry_after="3")], only=lambda _, path: path.endswith("/log-batch"))
