@@ -93,7 +93,7 @@ class RunReport:
         """The table, and under it one sentence for everything that is not plainly delivered."""
         label = self.destination
         lines = [f"run {self.run_id} -> {label} run {self.identity or '(none)'} {self.status}"]
-        if self.identity:
+        if self.identity and (not self.problem or any(table.recorded for table in self.tables.values())):
             lines.append(
                 f"  {'table':<12}{'recorded':>10}{'already there':>15}{'delivered':>11}{'rejected':>10}{label + ' holds':>14}"
             )

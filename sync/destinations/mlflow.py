@@ -433,14 +433,20 @@ class MlflowDestination(Destination):
 
     def _traces(self) -> Iterator[Any]:
         """What MLflow says of every trace of the run, without spans."""
-        token, wanted = None, f"attributes.run_id = '{self._run_id}'"
-        while True:
-            infos, token = self._store.search_traces(
-                locations=[self._experiment_id], filter_string=wanted, max_results=_PER_REQUEST, page_token=token
-            )
+        page: str | None = ""
+        while page is not None:
+            infos, page = self._trace_page(page or None)
             yield from infos
-            if not token:
-                return
+
+    def _trace_page(self, page: str | None) -> tuple[list[Any], str | None]:
+        """(some traces, the page after them or None)."""
+        infos, after = self._store.search_traces(
+            locations=[self._experiment_id],
+            filter_string=f"attributes.run_id = '{self._run_id}'",
+            max_results=_PER_REQUEST,
+            page_token=page,
+        )
+        return list(infos), after or None
 
 
 class MlflowProof(Proof):
@@ -450,11 +456,22 @@ class MlflowProof(Proof):
         self._texts_held = 0
         self._spans: set[tuple[str, str, int | None]] = set()
         self._tagged: set[str] = set()
-        infos = list(destination._traces())
-        self._tagged.update(info.trace_id for info in infos if "experiment_name" in info.tags)
-        for at in range(0, len(infos), 20):
-            for trace in destination._store.batch_get_traces([info.trace_id for info in infos[at : at + 20]]):
+        self._page: str | None = ""
+        """Of the traces that are still to be listed; None when all are."""
+        self._listed: list[str] = []
+        """Traces whose spans are still to be fetched."""
+
+    def _ask_traces(self) -> None:
+        """Fetch all spans of the run, once; called again after a failure, it goes on where it was."""
+        while self._page is not None:
+            infos, page = self._of._trace_page(self._page or None)
+            self._tagged.update(info.trace_id for info in infos if "experiment_name" in info.tags)
+            self._listed += [info.trace_id for info in infos]
+            self._page = page
+        while self._listed:
+            for trace in self._of._store.batch_get_traces(self._listed[:20]):
                 self._spans.update((trace.info.trace_id, one.span_id, one.end_time_ns) for one in trace.data.spans)
+            del self._listed[:20]
 
     def _history(self, mapped: str) -> Iterable[Point]:
         if self._of._bulk is not None:
@@ -471,6 +488,8 @@ class MlflowProof(Proof):
         rows = batch.dicts()
         check = {"metrics": self._holds_metric, "spans": self._holds_span, "events": self._holds_event}
         with _answers(self._of._uri):
+            if batch.table == "spans":
+                self._ask_traces()
             if batch.table == "metrics":
                 self._histories.ask(map(self._of._names.of, {row["key"] for row in rows}))
             self._of._shelf.ask(batch.table, [row for row in rows if document.is_documented(batch.table, row)])
@@ -501,9 +520,10 @@ class MlflowProof(Proof):
         return self._histories.indistinct if table == "metrics" else 0
 
     def count(self, table: str) -> int:
-        if table == "spans":
-            return len(self._spans)
         with _answers(self._of._uri):
+            if table == "spans":
+                self._ask_traces()
+                return len(self._spans)
             return self._texts_held + self._histories.count() if table == "metrics" else self._of._shelf.count(table)
 
 
