@@ -71,7 +71,13 @@ def full_journal(folder: Path, size_bytes: int = SEAL_BYTES) -> tuple[Path, int]
     """A journal of 50 metrics a record, as full as the writer makes one; and how many metrics it holds."""
     writer = folder / "run" / "writer"
     files.make_folder(writer)
-    header = {"run": "run", "writer": "writer", "attempt": {"id": "1-000000", "number": 1}, "journal": 1, "first_seq": 1}
+    header = {
+        "run": "run",
+        "writer": "writer",
+        "attempt": {"id": "1-000000", "number": 1},
+        "journal": 1,
+        "first_seq": 1,
+    }
     descriptor, size = journal.create(writer, 1, header)
     seq = 0
     while size < size_bytes:
