@@ -40,7 +40,8 @@ def main() -> None:
     _run(folder, "spool", "seal", "spool-data")
     _run(folder, "spool", "verify", "spool-data")
     _headline("Replay into MLflow (mlflow.db)")
-    _run(folder, "spool-sync", "spool-data", "--to", "mlflow")
+    # All of it, rewound steps too: the comparison below asks for every recorded value.
+    _run(folder, "spool-sync", "spool-data", "--to", "mlflow", "--rewind", "keep")
     _headline("Compare MLflow's database with the trainer's own list, value by value")
     differences = compare(folder, killed)
     _headline("What was learned")
