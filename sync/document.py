@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
-from sync.batch import place
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sync.batch import dicts, place, shown_step
 from sync.name import folder_name
 
 CHUNK = 10_000
@@ -27,9 +30,8 @@ _ORIGIN = ("ts_ns", "attempt", "writer_id", "seq")
 
 
 def step_of(row: dict[str, Any]) -> int:
-    """The step a tracker shows; a record without a step is counted by its ordinal."""
-    step = row["step"] if row["step"] is not None else row["ordinal"]
-    return int(step or 0)
+    """The step a tracker shows."""
+    return shown_step(row["step"], row["ordinal"])
 
 
 def path_of(table: str, row: dict[str, Any]) -> str:
@@ -41,11 +43,19 @@ def path_of(table: str, row: dict[str, Any]) -> str:
     return f"spool/{table}/{row['writer_id']}/{row['seq'] // CHUNK:06d}.json"
 
 
-def is_documented(table: str, row: dict[str, Any]) -> bool:
-    """A metric needs a document only where a double cannot say it: texts, nulls, decimals, large ints, infinities."""
-    if table == "metrics":
-        return row["value"] is None or row["exact"] is not None or row["value"] in (float("inf"), float("-inf"))
-    return table in COLUMNS
+def are_documented(table: str, rows: pa.Table) -> pa.Array:
+    """Which of the rows need a document, as booleans. Of metrics those that a double cannot say: texts, nulls, decimals, large
+    ints, infinities.
+    """
+    if table != "metrics":
+        return pa.repeat(table in COLUMNS, rows.num_rows)
+    value, exact = rows["value"], rows["exact"]
+    return pc.or_(pc.is_valid(exact), pc.invert(pc.fill_null(pc.or_(pc.is_finite(value), pc.is_nan(value)), False)))
+
+
+def documented(table: str, rows: pa.Table) -> list[dict[str, Any]]:
+    """The rows that need a document."""
+    return dicts(rows.filter(are_documented(table, rows)))
 
 
 def add(content: bytes | None, table: str, rows: Iterable[dict[str, Any]]) -> bytes:

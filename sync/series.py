@@ -1,11 +1,14 @@
-"""Metrics as a tracker tells them apart: which name each key has there, and which points a name holds. Pure."""
+"""Metrics as a tracker tells them apart: which name each key has there, and which points a name holds. Pure but for pyarrow."""
 
 import math
 import struct
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import pyarrow as pa
 
 from sync import name
+from sync.batch import columns, shown_step
 
 MAX_DOUBLE = 1.7976931348623157e308
 
@@ -18,11 +21,23 @@ class Point(NamedTuple):
     step: int
     value: float
 
-    def packed(self) -> bytes:
-        """Small, and equal where the tracker cannot tell two points of a name apart: -0.0 is 0.0, NaN is itself."""
-        return struct.pack(
-            "<qqd", self.timestamp_ms, self.step, math.nan if math.isnan(self.value) else self.value + 0.0
-        )
+
+_pack = struct.Struct("<qqd").pack
+
+
+def packed(points: Iterable[Point]) -> list[bytes]:
+    """Each small, and equal where the tracker cannot tell two points of a name apart: -0.0 is 0.0, NaN is itself."""
+    return [_pack(time_ms, step, value + 0.0 if value == value else math.nan) for _, time_ms, step, value in points]  # noqa: PLR0124
+
+
+def points(rows: pa.Table, name_of: Callable[[str], str]) -> list[Point]:
+    """Metrics that have a value, as points under the names they have there."""
+    keys, times_ns, steps, ordinals, values = columns(rows, "key", "ts", "step", "ordinal", "value")
+    names = {key: name_of(key) for key in set(keys)}
+    return [
+        Point(names[key], time_ns // 1_000_000, shown_step(step, ordinal), clamped(value))
+        for key, time_ns, step, ordinal, value in zip(keys, times_ns, steps, ordinals, values, strict=True)
+    ]
 
 
 def clamped(value: float) -> float:
@@ -61,6 +76,19 @@ def owner(key: str) -> str:
     return key if len(key) <= 1000 else f"{key[:900]}… {name.short_hash(key)}"
 
 
+class Series(Protocol):
+    """A way for the points of a run to get to a tracker and back."""
+
+    rows: int
+    """Most points that `log` takes at once."""
+
+    def log(self, run_id: str, points: list[Point], tags: dict[str, str]) -> None:
+        """Write points, then tags. Idempotent; durable when this returns."""
+
+    def history(self, run_id: str, name: str) -> Iterable[Point]:
+        """All points of a name, in no order."""
+
+
 class Histories:
     """The points that a destination holds, asked for name by name, and which of them we have looked for."""
 
@@ -71,19 +99,23 @@ class Histories:
         self.indistinct = 0
 
     def ask(self, names: Iterable[str]) -> None:
-        """Fetch these histories, so that `holds` need not, and either counts a whole batch or none of it."""
         for one in names:
             if one not in self._points:
-                self._points[one] = {point.packed() for point in self._fetch(one)} if one in self._names else set()
+                self._points[one] = set(packed(self._fetch(one))) if one in self._names else set()
+                self._seen[one] = set()
 
-    def holds(self, point: Point) -> bool:
-        packed = point.packed()
-        if packed not in self._points[point.name]:
-            return False
-        seen = self._seen.setdefault(point.name, set())
-        self.indistinct += packed in seen
-        seen.add(packed)
-        return True
+    def hold(self, points: list[Point]) -> list[bool]:
+        """Which of the points are there. Where a history cannot be had, none of them counts as looked for."""
+        self.ask({point.name for point in points})
+        found = []
+        for point, one in zip(points, packed(points), strict=True):
+            is_there = one in self._points[point.name]
+            if is_there:
+                seen = self._seen[point.name]
+                self.indistinct += one in seen
+                seen.add(one)
+            found.append(is_there)
+        return found
 
     def count(self) -> int:
         self.ask(self._names)

@@ -88,14 +88,11 @@ def test_config_is_flattened_as_verl_does() -> None:
 def test_points_are_told_apart_as_the_database_does() -> None:
     points = [Point("loss", 1, 2, value) for value in (0.0, math.nan, 1.0)]
     histories = Histories(["loss"], lambda _: points)
-    histories.ask(["loss", "other"])
-    assert histories.holds(Point("loss", 1, 2, -0.0))
-    assert histories.holds(Point("loss", 1, 2, -math.nan))
-    assert not histories.holds(Point("loss", 1, 3, 1.0))
-    assert not histories.holds(Point("loss", 1, 2, math.nextafter(1.0, 2)))
-    assert not histories.holds(Point("other", 1, 2, 1.0))
+    there = [Point("loss", 1, 2, -0.0), Point("loss", 1, 2, -math.nan)]
+    absent = [Point("loss", 1, 3, 1.0), Point("loss", 1, 2, math.nextafter(1.0, 2)), Point("other", 1, 2, 1.0)]
+    assert histories.hold(there + absent) == [True, True, False, False, False]
     assert histories.indistinct == 0
-    assert histories.holds(Point("loss", 1, 2, 0.0))
+    assert histories.hold([Point("loss", 1, 2, 0.0)]) == [True]
     assert (histories.indistinct, histories.count()) == (1, 3)
     assert clamped(-math.inf) == -sys.float_info.max
 

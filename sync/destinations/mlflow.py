@@ -8,7 +8,6 @@ The cursor is a tag per writer, `spool.cursor.<writer>`, set in the request that
 import gzip
 import json
 import logging
-import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,9 +23,11 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
 
 import mlflow
+import pyarrow as pa
+import pyarrow.compute as pc
 import requests
 import urllib3
-from mlflow.entities import Metric, Param, Run, RunStatus, RunTag, Span, ViewType
+from mlflow.entities import Param, Run, RunStatus, RunTag, Span, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.db import utils as database
@@ -39,10 +40,11 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from sync import bulk, document, fresh, name, otlp
-from sync.batch import Batch
+from sync.batch import Batch, dicts
 from sync.destinations import Destination, Proof
 from sync.errors import RefusedError, RejectedRecordError, SetupError, SyncError, TryAgainError
-from sync.series import Histories, Names, Point, clamped
+from sync.rest import Rest
+from sync.series import Histories, Names, Point, Series, points
 from sync.shelf import Shelf, holds_content
 from sync.state import RunState
 
@@ -124,9 +126,14 @@ class MlflowDestination(Destination):
         self._uri = mlflow.get_tracking_uri()
         self._store = _get_store()
         with _answers(self._uri):
-            self._bulk = bulk.of(self._store)
-        if self._bulk is not None:
-            self.rows_per_request = MappingProxyType({**self.rows_per_request, "metrics": bulk.ROWS})
+            self._series = self._way()
+        self.rows_per_request = MappingProxyType({**self.rows_per_request, "metrics": self._series.rows})
+
+    def _way(self) -> "Series":
+        """How metrics get there and back."""
+        if self._uri.startswith("http"):
+            return Rest(self._uri)
+        return bulk.of(self._store) or bulk.Ordinary(self._store)
 
     # --- the run
 
@@ -227,22 +234,20 @@ class MlflowDestination(Destination):
     # --- records
 
     def write(self, batch: Batch) -> None:
-        rows = batch.dicts()
-        metrics: list[Metric] = []
+        points: list[Point] = []
         with _answers(self._uri):
             if batch.table == "spans":
+                rows = batch.dicts()
                 self._write_spans([row for row in rows if row["end"] is not None], is_again=batch.cursor is None)
             if batch.table == "events":
-                self._write_files([json.loads(row["body"]) for row in rows if row["kind"] == "file"])
-            self._shelf.add(batch.table, [row for row in rows if document.is_documented(batch.table, row)])
+                self._write_files([json.loads(row["body"]) for row in batch.dicts() if row["kind"] == "file"])
+            self._shelf.add(batch.table, document.documented(batch.table, batch.rows))
             if batch.table == "metrics":
-                metrics = self._metrics([row for row in rows if row["value"] is not None])
+                points = self._claimed(batch.rows.filter(batch.rows["value"].is_valid()))
             self.pass_over(batch)
-            tags = [] if batch.cursor is None else [RunTag(*self._cursor_tag(batch.writer_id))]
-            if metrics and self._bulk is not None:
-                self._bulk.log(self._run_id, metrics, tags)  # in one transaction
-            elif metrics or tags:
-                self._store.log_batch(self._run_id, metrics, [], tags)  # in this order, each in its own transaction
+            tags = {} if batch.cursor is None else dict([self._cursor_tag(batch.writer_id)])
+            if points or tags:
+                self._series.log(self._run_id, points, tags)
 
     def pass_over(self, batch: Batch) -> None:
         if batch.cursor is not None:
@@ -252,17 +257,20 @@ class MlflowDestination(Destination):
     def _cursor_tag(self, writer_id: str) -> tuple[str, str]:
         return f"{_CURSOR}{writer_id}", json.dumps(self._cursor[writer_id], sort_keys=True)
 
-    def _metrics(self, rows: list[dict[str, Any]]) -> list[Metric]:
-        marks = {f"{_KEY}{mapped}": key for mapped, key in self._names.claim(row["key"] for row in rows).items()}
-        points = [self._point(row) for row in rows]
-        for row, point in zip(rows, points, strict=True):
-            if math.isinf(row["value"]):
-                marks[f"spool.inf.{point.name}"] = f"{row['value']} at step {point.step}, stored here as {point.value}"
+    def _claimed(self, rows: pa.Table) -> list[Point]:
+        """These metrics as they are sent, once the names they have here are theirs for good."""
+        claims = self._names.claim(rows["key"].unique().to_pylist())
+        marks = {f"{_KEY}{mapped}": key for mapped, key in claims.items()}
+        points = self.points(rows)
+        for at in pc.indices_nonzero(pc.is_inf(rows["value"])).to_pylist():
+            point, value = points[at], rows["value"][at].as_py()
+            marks[f"spool.inf.{point.name}"] = f"{value} at step {point.step}, stored here as {point.value}"
         self._set_tags(marks)
-        return [Metric(one.name, one.value, one.timestamp_ms, one.step) for one in points]
+        return points
 
-    def _point(self, row: dict[str, Any]) -> Point:
-        return Point(self._names.of(row["key"]), row["ts"] // 1_000_000, document.step_of(row), clamped(row["value"]))
+    def points(self, rows: pa.Table) -> list[Point]:
+        """Metrics that have a value, as they are held here."""
+        return points(rows, self._names.of)
 
     def _set_tags(self, wanted: dict[str, str]) -> None:
         changed = [(key, text) for key, text in wanted.items() if self._tags.get(key) != text]
@@ -474,36 +482,31 @@ class MlflowProof(Proof):
             del self._listed[:20]
 
     def _history(self, mapped: str) -> Iterable[Point]:
-        if self._of._bulk is not None:
-            yield from self._of._bulk.history(self._of._run_id, mapped)
-            return
-        page = None
-        while page is None or page.token:
-            page = self._of._store.get_metric_history(
-                self._of._run_id, mapped, max_results=10_000, page_token=page and page.token
-            )
-            yield from (Point(mapped, metric.timestamp, metric.step, metric.value) for metric in page)
+        return self._of._series.history(self._of._run_id, mapped)
 
     def holds(self, batch: Batch) -> list[bool]:
-        rows = batch.dicts()
-        check = {"metrics": self._holds_metric, "spans": self._holds_span, "events": self._holds_event}
         with _answers(self._of._uri):
+            self._of._shelf.ask(batch.table, document.documented(batch.table, batch.rows))
+            if batch.table == "metrics":
+                return self._hold_metrics(batch.rows)
             if batch.table == "spans":
                 self._ask_traces()
-            if batch.table == "metrics":
-                self._histories.ask(map(self._of._names.of, {row["key"] for row in rows}))
-            self._of._shelf.ask(batch.table, [row for row in rows if document.is_documented(batch.table, row)])
-            return [check.get(batch.table, self._holds_row)(row) for row in rows]
+            check = {"spans": self._holds_span, "events": self._holds_event, "generations": self._holds_row}
+            return list(map(check[batch.table], batch.dicts()))
 
     def _holds_row(self, row: dict[str, Any]) -> bool:
         return self._of._shelf.holds("generations", row)
 
-    def _holds_metric(self, row: dict[str, Any]) -> bool:
-        is_there = not document.is_documented("metrics", row) or self._of._shelf.holds("metrics", row)
-        if row["value"] is not None:
-            return is_there and self._histories.holds(self._of._point(row))
-        self._texts_held += is_there
-        return is_there
+    def _hold_metrics(self, rows: pa.Table) -> list[bool]:
+        """A number must be in its series; what a double cannot say, in its document."""
+        in_series = iter(self._histories.hold(self._of.points(rows.filter(rows["value"].is_valid()))))
+        found = [next(in_series) if has_value else True for has_value in rows["value"].is_valid().to_pylist()]
+        for at in pc.indices_nonzero(document.are_documented("metrics", rows)).to_pylist():
+            [row] = dicts(rows.slice(at, 1))
+            is_there = self._of._shelf.holds("metrics", row)
+            found[at] = found[at] and is_there
+            self._texts_held += is_there and row["value"] is None
+        return found
 
     def _holds_span(self, row: dict[str, Any]) -> bool:
         trace = f"tr-{row['trace_id']}"
