@@ -18,16 +18,17 @@ from typing import Any, BinaryIO
 
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from spool import files
-from sync.batch import Batch, plain
+from sync.batch import Batch, columns
 from sync.destinations import Destination, Proof
 from sync.errors import SetupError, TryAgainError
 from sync.report import TABLES
 from sync.state import RunState
 
 _ORIGIN = ("run_id", "writer_id")  # the path says these
-_WORDS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_WORDS = {"nan": b'"NaN"', "inf": b'"Infinity"', "-inf": b'"-Infinity"'}
 _DOCUMENTS = ("body", "extra", "inputs", "outputs", "attributes")
 
 
@@ -189,17 +190,18 @@ class JsonlProof(Proof):
 
     def holds(self, batch: Batch) -> list[bool]:
         at = (batch.writer_id, batch.table)
-        lines = list(_lines(batch))
+        lines = _lines(batch)
         if at in self._wrong:
             return [False] * len(lines)
         file, place = self._open(at)
-        for number, line in enumerate(lines):
-            if file is None or file.read(len(line)) != line:
-                self._give_up(at, place[0])
-                return [True] * number + [False] * (len(lines) - number)
-            place[0] += len(line)
-            self._counts[batch.table] += 1
-        return [True] * len(lines)
+        wanted = b"".join(lines)
+        found = file.read(len(wanted)) if file is not None else b""
+        good = len(lines) if found == wanted else _common(lines, found)
+        place[0] += sum(map(len, lines[:good]))
+        self._counts[batch.table] += good
+        if good < len(lines):
+            self._give_up(at, place[0])
+        return [True] * good + [False] * (len(lines) - good)
 
     def _open(self, at: tuple[str, str]) -> tuple[BinaryIO | None, list[int]]:
         if at not in self._files:
@@ -233,24 +235,42 @@ def _folder(place: str | None) -> Path:
     return Path(place or "spool-jsonl")
 
 
-def _lines(batch: Batch) -> Iterator[bytes]:
+def _common(lines: list[bytes], found: bytes) -> int:
+    """How many of the lines are there before the first that differs."""
+    start = 0
+    for number, line in enumerate(lines):
+        if found[start : start + len(line)] != line:
+            return number
+        start += len(line)
+    return len(lines)
+
+
+def _lines(batch: Batch) -> list[bytes]:
     rows = batch.rows
     if batch.table == "spans" and rows.num_rows:
         rows = rows.filter(rows["end"].is_valid())
-    rows = plain(rows.drop_columns([name for name in _ORIGIN if name in rows.column_names]))
-    columns = [_values(rows, name) for name in rows.column_names]
-    for values in zip(*columns, strict=True):
-        row = dict(zip(rows.column_names, values, strict=True))
-        yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+    if not rows.num_rows:
+        return []
+    names = [name for name in rows.column_names if name not in _ORIGIN]
+    line = b"{" + b",".join(orjson.dumps(name) + b":%b" for name in names) + b"}\n"
+    pieces = [_pieces(name, rows[name], values) for name, values in zip(names, columns(rows, *names), strict=True)]
+    return [line % values for values in zip(*pieces, strict=True)]
 
 
-def _values(rows: pa.Table, name: str) -> list[Any]:
-    values: list[Any] = rows[name].to_pylist()
-    if pa.types.is_floating(rows[name].type):
-        return [value if value is None or value - value == 0.0 else _WORDS[str(value)] for value in values]
+def _pieces(name: str, column: pa.ChunkedArray, values: list[Any]) -> list[bytes]:
+    """Each value as JSON. Numbers all at once and each repeated text once: a row at a time takes five times as long."""
     if name in _DOCUMENTS:
-        return [None if value is None else orjson.Fragment(value) for value in values]
-    return values
+        return [b"null" if value is None else value.encode() for value in values]
+    if pa.types.is_string(column.type):
+        return [orjson.dumps(value) for value in values]
+    if pa.types.is_dictionary(column.type):
+        texts = {value: orjson.dumps(value) for value in set(values)}
+        return [texts[value] for value in values]
+    pieces = orjson.dumps(values)[1:-1].split(b",")
+    if pa.types.is_floating(column.type):
+        for at in pc.indices_nonzero(pc.invert(pc.is_finite(column))).to_pylist():
+            pieces[at] = _WORDS[str(values[at])]
+    return pieces
 
 
 @contextmanager
